@@ -1,4 +1,4 @@
-"""HTTP application of the proxy: chat completions in the server's format."""
+"""HTTP application of the proxy: chat completions and responses in the server's format."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from infer.request import PARAMETERS, SamplingParams
 from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.forms import Answer, Chunks, name_ignored, reply
 from infer.server.guard import add_guard
-from infer.server.messages import ChatRequest
+from infer.server.messages import ChatRequest, Common
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
+from infer.server.responses import ResponsesRequest, reply_response
 
 MAX_BYTES, BODY_SECONDS = 1 << 20, 20.0  # maximum size of a request body, and seconds within which it must arrive
 DISCONNECT_SECONDS = 0.1  # interval of checking whether a client that does not stream has disconnected
@@ -72,6 +73,7 @@ def make_app(
     add_guard(app, MAX_BYTES, BODY_SECONDS)
     add_refusals(app)
     app.post("/v1/chat/completions", response_model=None)(proxy.chat)
+    app.post("/v1/responses", response_model=None)(proxy.respond)
     app.get("/v1/models")(proxy.models)
     app.get("/v1/models/{name:path}")(proxy.model)
     app.get("/health")(proxy.health)
@@ -112,7 +114,14 @@ class _Proxy:
         answer = await self._answer(request, body, [message.plain for message in body.messages])
         return await name_ignored(reply(answer), body.ignored)
 
-    async def _answer(self, request: Request, body: ChatRequest, messages: list[dict[str, Any]]) -> Answer:
+    async def respond(self, request: Request, body: ResponsesRequest) -> Response:
+        """Answer a request for OpenAI's responses."""
+        answer = await self._answer(request, body, body.messages)
+        return await name_ignored(reply_response(body, answer), body.ignored)
+
+    async def _answer(
+        self, request: Request, body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]]
+    ) -> Answer:
         await self.model(body.model)
         _check_support(body, messages)
         answer = Proxied()
@@ -134,7 +143,7 @@ class _Proxy:
         return whole | ({"aspd": [self._statistics(answer)]} if body.aspd.statistics else {})
 
     def _read(
-        self, body: ChatRequest, messages: list[dict[str, Any]], answer: Proxied
+        self, body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]], answer: Proxied
     ) -> tuple[list[int], AsyncGenerator[Event, None]]:
         """Return the token ids of a prompt, and the events of the answer to a request.
 
@@ -171,7 +180,7 @@ class _Proxy:
 
     async def _stream(
         self,
-        body: ChatRequest,
+        body: Common,
         prompt: list[int],
         events: AsyncGenerator[Event, None],
         answer: Proxied,
@@ -196,7 +205,7 @@ class _Proxy:
             yield [{**head, "choices": [], "usage": usage(prompt, answer, self._codec)}]
 
 
-def _check_support(body: ChatRequest, messages: list[dict[str, Any]]) -> None:
+def _check_support(body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]]) -> None:
     """Check that a request needs nothing that the proxy does not have.
 
     Raises:
@@ -211,7 +220,7 @@ def _check_support(body: ChatRequest, messages: list[dict[str, Any]]) -> None:
         ("structured_outputs", bool(set(body.grammar) - {"json_schema"})),
         *((name, values[name] != PARAMETERS[name].default) for name in values if PARAMETERS[name].proxy is None),
         ("ignore_eos", body.ignore_eos),
-        ("continue_final_message", body.continue_final_message),
+        ("continue_final_message", isinstance(body, ChatRequest) and body.continue_final_message),
         ("aspd.branch_format", body.aspd.branch_format is not None),
         ("aspd.content", body.aspd.content is not None),
         ("stream_options.continuous_usage_stats", body.with_growing_usage),

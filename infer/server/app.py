@@ -35,12 +35,13 @@ from infer.server.guard import add_guard
 from infer.server.messages import ChatRequest, Common, CompletionRequest, LoadAdapter, UnloadAdapter
 from infer.server.prometheus import Metrics
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
+from infer.server.responses import NOT_STORED, ResponsesRequest, reply_response
 from infer.server.tool_calls import ToolCalls, ToolChoice, check_schemas
 from infer.server.tool_forms import ToolChat
 
 log = logging.getLogger("aspd.server")
 OPEN = ("/", "/health", "/live")  # paths that need no key
-COUNTED = (*OPEN, "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions")
+COUNTED = (*OPEN, "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -78,6 +79,9 @@ def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     answers = {200: {"content": {"text/event-stream": {}}}, **errors}
     app.post("/v1/chat/completions", responses=answers, response_model=None)(server.chat)
     app.post("/v1/completions", responses=answers, response_model=None)(server.complete)
+    app.post("/v1/responses", responses=answers, response_model=None)(server.respond)
+    for path in ("/v1/responses/{name}", "/v1/responses/{name}/{part}"):
+        app.add_api_route(path, server.stored, methods=["GET", "POST", "DELETE"], include_in_schema=False)
     if config.adapter_folder:
         refusals: dict[int | str, dict[str, Any]] = {n: errors[n] for n in (400, 401, 404, 408, 413, 422, 503)}
         app.post("/v1/load_lora_adapter", responses=refusals)(server.load_adapter)
@@ -89,11 +93,12 @@ def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     app.get("/metrics", responses={401: errors[401]}, response_class=PlainTextResponse)(server.metrics)
     app.get("/", response_class=HTMLResponse)(server.page)
     app.openapi_schema = schema = app.openapi()
-    for kind in ("ChatRequest", "CompletionRequest"):
+    for kind in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
         fields = schema["components"]["schemas"][kind]["properties"]
         if not engine.lm.config.adapters:
             fields["model"]["enum"] = [config.name]
-        fields["n"]["anyOf"][0]["maximum"] = config.max_choices
+        if "n" in fields:
+            fields["n"]["anyOf"][0]["maximum"] = config.max_choices
     return app
 
 
@@ -135,12 +140,23 @@ class _Server:
         answer = await self._answer(request, body, [messages], form, body.continue_final_message, calls)
         return await name_ignored(reply(answer), body.ignored)
 
+    async def respond(self, request: Request, body: ResponsesRequest) -> Response:
+        """Answer a request for OpenAI's responses."""
+        calls = await self._tool_calls(body)
+        form = Chat() if calls is None else ToolChat(calls)
+        answer = await self._answer(request, body, [body.messages], form, calls=calls)
+        return await name_ignored(reply_response(body, answer), body.ignored)
+
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         """Answer a request for OpenAI's completions."""
         decode, prompts = self._engine.lm.codec.text.decode, body.prompts
         texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if body.echo else []
         answer = await self._answer(request, body, prompts, Text(texts, body.choices))
         return await name_ignored(reply(answer), body.ignored)
+
+    async def stored(self, name: str) -> None:
+        """Refuse a request for a stored response."""
+        raise Refused(404, f"unknown response {name!r}: {NOT_STORED}", code="response_not_found")
 
     async def models(self) -> dict[str, Any]:
         """List the model and its adapters."""
@@ -221,7 +237,7 @@ class _Server:
         message = f"unknown model {name!r}; available: {', '.join(map(repr, self._names))}"
         return Refused(404, message, INVALID, "model_not_found", "model")
 
-    async def _tool_calls(self, body: ChatRequest) -> ToolCalls | None:
+    async def _tool_calls(self, body: ChatRequest | ResponsesRequest) -> ToolCalls | None:
         """Return the calls that answers to a request may have; None: none.
 
         Raises:
@@ -234,7 +250,7 @@ class _Server:
         except RequestError as error:
             raise Refused(400, str(error), param="tools") from None
 
-    def _read_calls(self, body: ChatRequest, choice: ToolChoice) -> ToolCalls:
+    def _read_calls(self, body: ChatRequest | ResponsesRequest, choice: ToolChoice) -> ToolCalls:
         lm = self._engine.lm
         if getattr(lm.tokenizer, "chat_template", None) is None:
             raise RequestError("tools: expected a model with a chat template, got one without")

@@ -62,8 +62,8 @@ def finish(result: Result) -> str:
 
 
 def reply(answer: Answer) -> Response:
-    """Return the HTTP response of an answer: JSON, or a stream."""
-    return JSONResponse(answer) if isinstance(answer, dict) else stream(answer)
+    """Return the HTTP response of an answer: JSON, or a stream that ends with `[DONE]` unless it failed."""
+    return JSONResponse(answer) if isinstance(answer, dict) else stream(answer, data, "data: [DONE]\n\n")
 
 
 async def name_ignored(response: Response, ignored: Callable[[], Sequence[str]]) -> Response:
@@ -79,11 +79,13 @@ async def name_ignored(response: Response, ignored: Callable[[], Sequence[str]])
     return response
 
 
-def stream(batches: Chunks) -> Response:
-    """Return a stream of server-sent events, which ends with `[DONE]` unless it failed.
+def stream(batches: Chunks, spell: Callable[[dict[str, Any]], str], end: str = "") -> Response:
+    """Return a stream of server-sent events.
 
     Args:
         batches: lists of chunks that are sent together; the last chunk may be an error.
+        spell: formats a chunk as a server-sent event.
+        end: text after the last chunk, unless it was an error.
     """
 
     async def events() -> AsyncIterator[str]:
@@ -91,9 +93,9 @@ def stream(batches: Chunks) -> Response:
         async with aclosing(batches):  # closing cancels the requests of a client that disconnects
             async for batch in batches:
                 failed |= any("error" in value for value in batch)
-                yield "".join(map(data, batch))  # one write for all of them
-        if not failed:
-            yield "data: [DONE]\n\n"
+                yield "".join(map(spell, batch))  # one write for all of them
+        if end and not failed:
+            yield end
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 

@@ -74,9 +74,10 @@ class JsonSchema(Strict):
 ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
 
 
-def is_approximate(form: PlainText | JsonObject | JsonSchema | None) -> bool:
+def is_approximate(form: Any) -> bool:
     """Return whether the schema of a response format may be approximated."""
-    return isinstance(form, JsonSchema) and form.json_schema.strict is False
+    named = form.json_schema if isinstance(form, JsonSchema) else form
+    return isinstance(named, NamedSchema) and named.strict is False
 
 
 def schema_of(form: PlainText | JsonObject | JsonSchema | None) -> dict[str, Any] | None:
@@ -163,29 +164,53 @@ class Decoded(Strict):
 
 
 class Message(Strict):
-    """A message of a conversation, which may call tools or hold the result of a call."""
+    """A message of a conversation."""
 
     neutral: ClassVar[Mapping[str, Neutral]] = MESSAGE
+    roles: ClassVar[tuple[str, ...]] = ()  # roles of tools
+    instead: ClassVar[str] = "results of tools are items of type function_call_output"
     aspd: Decoded = Decoded()
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
-    tool_calls: list[ToolCall] = Field(default_factory=list)
-    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _is_message(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            if (role := data.get("role")) == "function":
-                raise fault(f"expected system, developer, user or assistant, got {role}; the role of results is tool")
+            if (role := data.get("role")) in ("tool", "function") and role not in cls.roles:
+                raise fault(f"expected system, developer, user or assistant, got {role}; {cls.instead}")
+            if isinstance(kind := data.get("type"), str) and kind != "message":
+                raise fault(f"expected a message, got an item of type {spell(kind)}")
             if data.get("role") == "assistant" and data.get("content") is None:
                 return {**data, "content": ""}  # clients return answers that called tools without content
         return data
 
     @model_validator(mode="after")
-    def _has_fields_of_its_role(self) -> Self:
+    def _was_decoded(self) -> Self:
         if self.aspd.token_ids is not None and self.role != "assistant":
             raise fault(f"token_ids: expected a message of the assistant, got one of {self.role}", "aspd")
+        return self
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Return the message in the form of the chat template."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": text} | ({} if self.aspd.token_ids is None else self.aspd.model_dump())
+
+
+class ChatMessage(Message):
+    """A message of chat completions, which may call tools or hold the result of a call."""
+
+    neutral: ClassVar = {**MESSAGE, "tool_calls": Neutral(([],)), "tool_call_id": Neutral(("",))}
+    roles = ("tool",)
+    instead = "the role of results is tool"
+    role: Literal["system", "developer", "user", "assistant", "tool"]  # type: ignore[assignment]
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _has_fields_of_its_role(self) -> Self:
         if self.tool_calls and self.role != "assistant":
             raise fault(f"expected a message of the assistant, got one of {self.role}", "tool_calls")
         if self.tool_calls and self.aspd.token_ids is not None:
@@ -198,15 +223,9 @@ class Message(Strict):
     @property
     def plain(self) -> dict[str, Any]:
         """Return the message in the form of the chat template."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.aspd.token_ids is not None:
-            message["token_ids"] = self.aspd.token_ids
-        if self.tool_calls:
-            message["tool_calls"] = [call.plain for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        return message
+        calls = {"tool_calls": [call.plain for call in self.tool_calls]} if self.tool_calls else {}
+        answers = {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
+        return super().plain | calls | answers
 
 
 class StreamOptions(Strict):
@@ -241,30 +260,20 @@ SamplingFields: Any = pydantic.create_model("SamplingFields", __base__=Strict, *
 
 
 class Common(SamplingFields):
-    """Fields of both kinds of completions, with the sampling parameters that HTTP offers."""
+    """Fields of all kinds of requests, with the sampling parameters that HTTP offers."""
 
-    neutral: ClassVar = {**REQUEST, **GUIDED, "top_k": Neutral((-1,))}
+    neutral: ClassVar = {**REQUEST, "top_k": Neutral((-1,))}
     schema_place: ClassVar[str] = ""  # place of the schema of a function; `{}` is its number
     model: str
     ignore_eos: StrictBool = False
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
-    max_tokens: Limit | None = None
-    n: Annotated[Int, Field(ge=1)] | None = 1
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     aspd: Aspd = Aspd()
 
     @model_validator(mode="after")
     def _options_of_streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise fault("expected none without stream: true, got one", "stream_options")
-        return self
-
-    @model_validator(mode="after")
-    def _one_grammar(self) -> Self:
-        if len(named := list(self._grammars())) > 1:
-            raise fault(f"expected one of {' and '.join(named)}, got {len(named)}", named[-1].partition(".")[0])
         return self
 
     @model_validator(mode="after")
@@ -282,27 +291,19 @@ class Common(SamplingFields):
         return self
 
     @property
+    @abstractmethod
     def limit(self) -> int | None:
         """Return the maximum tokens of the text of an answer; None: the limit of the server."""
-        return self.max_tokens
-
-    def _grammars(self) -> dict[str, tuple[str, Any]]:
-        """Return the fields that constrain the answer, each with its field of `SamplingParams` and its value."""
-        outputs = self.structured_outputs or StructuredOutputs()
-        fields = {
-            "response_format": ("json_schema", schema_of(self.response_format)),
-            "structured_outputs.json": ("json_schema", outputs.json_),
-            "structured_outputs.json_object": ("json_schema", {"type": "object"} if outputs.json_object else None),
-            "structured_outputs.regex": ("regex", outputs.regex),
-            "structured_outputs.choice": ("choices", outputs.choice),
-            "structured_outputs.grammar": ("grammar", outputs.grammar),
-        }
-        return {name: pair for name, pair in fields.items() if pair[1] is not None}
 
     @property
+    @abstractmethod
     def grammar(self) -> dict[str, Any]:
         """Return the constraint of the answer: a field of `SamplingParams` and its value; empty: none."""
-        return dict(self._grammars().values())
+
+    @property
+    @abstractmethod
+    def response_form(self) -> Any:
+        """Return the response format; None: plain text."""
 
     @property
     @abstractmethod
@@ -332,7 +333,7 @@ class Common(SamplingFields):
     @property
     def choices(self) -> int:
         """Return the number of answers to each prompt."""
-        return self.n or 1
+        return 1
 
     @property
     def with_usage(self) -> bool:
@@ -370,7 +371,7 @@ class Common(SamplingFields):
             RequestError: a schema is malformed or not supported.
         """
         found = {
-            "json_schema": (self.grammar.get("json_schema"), self.response_format),
+            "json_schema": (self.grammar.get("json_schema"), self.response_form),
             "branch_schema": (schema_of(self.aspd.branch_format), self.aspd.branch_format),
         }
         schemas = {}
@@ -418,11 +419,80 @@ class Common(SamplingFields):
         )
 
 
-class ChatRequest(Common):
+def check_calling(body: Common, format_field: str) -> None:
+    """Check the tools of a request beside its other fields.
+
+    Args:
+        body: the request.
+        format_field: field of the response format, which is the only grammar that tools allow.
+
+    Raises:
+        PydanticCustomError: the tools are not valid, or there is another constraint.
+    """
+    if body.calling is None:
+        return
+    if body.aspd.content:
+        raise fault("content: expected no tools beside it, or tool_choice: none, got tools", "aspd")
+    if body.aspd.template is not None:
+        raise fault("template: expected no tools beside it, or tool_choice: none, got tools", "aspd")
+    if set(body.grammar) - {"json_schema"}:
+        raise fault(f"expected no constraint but {format_field} beside tools, or tool_choice: none, got one", "tools")
+
+
+class Completion(Common):
+    """Fields of both kinds of completions."""
+
+    neutral: ClassVar = {**Common.neutral, **GUIDED}
+    max_tokens: Limit | None = None
+    n: Annotated[Int, Field(ge=1)] | None = 1
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> Self:
+        if len(named := list(self._grammars())) > 1:
+            raise fault(f"expected one of {' and '.join(named)}, got {len(named)}", named[-1].partition(".")[0])
+        return self
+
+    def _grammars(self) -> dict[str, tuple[str, Any]]:
+        """Return the fields that constrain the answer, each with its field of `SamplingParams` and its value."""
+        outputs = self.structured_outputs or StructuredOutputs()
+        fields = {
+            "response_format": ("json_schema", schema_of(self.response_format)),
+            "structured_outputs.json": ("json_schema", outputs.json_),
+            "structured_outputs.json_object": ("json_schema", {"type": "object"} if outputs.json_object else None),
+            "structured_outputs.regex": ("regex", outputs.regex),
+            "structured_outputs.choice": ("choices", outputs.choice),
+            "structured_outputs.grammar": ("grammar", outputs.grammar),
+        }
+        return {name: pair for name, pair in fields.items() if pair[1] is not None}
+
+    @property
+    def grammar(self) -> dict[str, Any]:
+        """Return what `Common` describes."""
+        return dict(self._grammars().values())
+
+    @property
+    def response_form(self) -> Any:
+        """Return what `Common` describes."""
+        return self.response_format
+
+    @property
+    def limit(self) -> int | None:
+        """Return what `Common` describes."""
+        return self.max_tokens
+
+    @property
+    def choices(self) -> int:
+        """Return what `Common` describes."""
+        return self.n or 1
+
+
+class ChatRequest(Completion):
     """`POST /v1/chat/completions`."""
 
     schema_place: ClassVar[str] = "tools[{}].function.parameters"
-    neutral = Common.neutral | {
+    neutral = Completion.neutral | {
         "add_special_tokens": Neutral((False,)),
         "max_tokens": Neutral((-1,)),  # clients of local servers mean no limit
         "max_completion_tokens": Neutral((-1,)),
@@ -431,7 +501,7 @@ class ChatRequest(Common):
         "tool_choice": Neutral(),
         "parallel_tool_calls": Neutral(),
     }
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: ToolMode | ChatToolName | None = None
     parallel_tool_calls: StrictBool = True
@@ -449,15 +519,9 @@ class ChatRequest(Common):
 
     @model_validator(mode="after")
     def _calls_are_possible(self) -> Self:
-        if self.calling is not None:
-            if self.aspd.content:
-                raise fault("content: expected no tools beside it, or tool_choice: none, got tools", "aspd")
-            if self.aspd.template is not None:
-                raise fault("template: expected no tools beside it, or tool_choice: none, got tools", "aspd")
-            if set(self.grammar) - {"json_schema"}:
-                message = "expected no constraint but response_format beside tools, or tool_choice: none, got one"
-                raise fault(message, "tools")
-        check_results([message.plain for message in self.messages])
+        check_calling(self, "response_format")
+        plain = [message.plain for message in self.messages]
+        check_results(plain, [f"messages[{number}]" for number in range(len(plain))], "tool_call_id")
         return self
 
     @property
@@ -504,17 +568,17 @@ class ChatRequest(Common):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionRequest(Common):
+class CompletionRequest(Completion):
     """`POST /v1/completions`."""
 
-    neutral = Common.neutral | {
+    neutral = Completion.neutral | {
         "add_special_tokens": Neutral((True,)),
         "chat_template_kwargs": Neutral(kinds=(dict,)),  # prompts have no template
         "logprobs": Neutral((False,)),
         "suffix": Neutral(("",), reason="text between a prompt and a suffix is not supported"),
     }
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
-    max_tokens: Annotated[Int, Field(ge=0, lt=1 << 31)] = 16  # 0: only the prompt (`echo`)
+    max_tokens: Annotated[Int, Field(ge=0, lt=1 << 31)] = 16
     logprobs: TopLogprobs | None = None
     echo: StrictBool = False
     best_of: Annotated[Int, Field(ge=1)] | None = None

@@ -54,7 +54,7 @@ class Neutral(NamedTuple):
 
 
 _KINDS: Mapping[type, str] = {str: "a string", dict: "an object", bool: "true or false", int: "an integer"}
-_TOOLS = "tool calls are for chat completions"
+_TOOLS = "tool calls are for chat completions and responses"
 _LEGACY = "the field is tools"
 _AUDIO = "only text is supported"
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "default")
@@ -135,7 +135,7 @@ GUIDED: Mapping[str, Neutral] = {
     for name in ("json", "regex", "choice", "grammar")
 }
 
-# Fields of messages: clients send whole answers back.
+# Fields of messages and of input items of `/v1/responses`: clients send whole answers back.
 MESSAGE: Mapping[str, Neutral] = {
     "id": _ANY_TEXT,
     "type": Neutral(("message",)),
@@ -146,8 +146,8 @@ MESSAGE: Mapping[str, Neutral] = {
     "provider_specific_fields": Neutral(({}, {"refusal": None})),
     "refusal": Neutral(("",)),
     "annotations": _NO_LIST,
-    "tool_calls": Neutral(([],)),
-    "tool_call_id": Neutral(("",)),
+    "tool_calls": Neutral(([],), reason="calls are items of type function_call"),
+    "tool_call_id": Neutral(("",), reason="results of tools are items of type function_call_output"),
     "function_call": Neutral(reason="the field is tool_calls"),
     "audio": Neutral(reason=_AUDIO),
     "images": Neutral(([],), reason=_AUDIO),

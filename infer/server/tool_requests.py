@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StrictBool, model_validator
 
-from infer.server.neutral import FUNCTION_TOOL, TOOL_CALL, Strict, fault, spell
+from infer.server.neutral import FUNCTION_TOOL, PART, TOOL_CALL, Neutral, Strict, fault, spell
 from infer.server.tool_calls import Function, ToolChoice
 
 MAX_TOOLS = 512
@@ -36,6 +36,14 @@ class FunctionFields(Strict):
         return Function(self.name, self.description, parameters, self.strict)
 
 
+def _check_kind(data: Any) -> Any:
+    """Check that a tool is a function."""
+    kind = data.get("type") if isinstance(data, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise fault(f"expected 'function', got {spell(kind)}", "type")
+    return data
+
+
 class ChatTool(Strict):
     """A tool of chat completions."""
 
@@ -46,10 +54,19 @@ class ChatTool(Strict):
     @model_validator(mode="before")
     @classmethod
     def _is_function(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise fault(f"expected 'function', got {spell(kind)}", "type")
-        return data
+        return _check_kind(data)
+
+
+class FlatTool(FunctionFields):
+    """A tool of responses."""
+
+    neutral: ClassVar = FUNCTION_TOOL
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_function(cls, data: Any) -> Any:
+        return _check_kind(data)
 
 
 class FunctionName(Strict):
@@ -70,6 +87,12 @@ class ChatToolName(Strict):
         return self.function.name
 
 
+class FlatToolName(FunctionName):
+    """The choice of one function in responses."""
+
+    type: Literal["function"]
+
+
 ToolMode = Literal["none", "auto", "required"]
 
 
@@ -85,7 +108,7 @@ def without_idle_choice(data: Any) -> Any:
     }
 
 
-def choice_of(tools: Sequence[Function], choice: str | ChatToolName | None, parallel: bool) -> Any:
+def choice_of(tools: Sequence[Function], choice: str | ChatToolName | FlatToolName | None, parallel: bool) -> Any:
     """Return the `ToolChoice` of a request; None: its answers have no calls.
 
     Raises:
@@ -128,25 +151,63 @@ class ToolCall(Strict):
         return self.model_dump()
 
 
-def check_results(messages: Sequence[dict[str, Any]]) -> None:
+class CallItem(CalledFunction):
+    """A call among the input items of responses."""
+
+    neutral: ClassVar = {"id": Neutral(kinds=(str,)), "status": Neutral(("completed", "incomplete", "in_progress"))}
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(min_length=1)]
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Return the call in the form of `aspd_jax.tool_format.tool_conversation`."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+
+class OutputPart(Strict):
+    """A part of a result; only text is supported."""
+
+    neutral: ClassVar = PART
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class OutputItem(Strict):
+    """A result among the input items of responses."""
+
+    neutral: ClassVar = CallItem.neutral
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(min_length=1)]
+    output: str | list[OutputPart]
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Return the message in the form of `aspd_jax.tool_format.tool_conversation`."""
+        text = self.output if isinstance(self.output, str) else "".join(part.text for part in self.output)
+        return {"role": "tool", "content": text, "tool_call_id": self.call_id}
+
+
+def check_results(messages: Sequence[dict[str, Any]], places: Sequence[str], field: str) -> None:
     """Check that results of tools follow the answers whose calls they answer.
 
     Args:
         messages: messages in the form of the chat template.
+        places: places of the messages in the request.
+        field: field of the id of a call.
 
     Raises:
         PydanticCustomError: a result answers no call, or a call has no result.
     """
     open_calls: list[str] = []
     known: set[str] = set()
-    for number, message in enumerate(messages):
-        place = f"messages[{number}]"
+    for message, place in zip(messages, places, strict=True):
         if message["role"] == "tool":
             id = message["tool_call_id"]
             if id not in open_calls:
                 expected = f"expected the id of a call of the answer before, got {spell(id)}"
                 raise fault(
-                    f"{expected}, which has its result already" if id in known else expected, f"{place}.tool_call_id"
+                    f"{expected}, which has its result already" if id in known else expected, f"{place}.{field}"
                 )
             open_calls.remove(id)
             continue
@@ -157,7 +218,4 @@ def check_results(messages: Sequence[dict[str, Any]]) -> None:
         if len(set(open_calls)) < len(open_calls):
             raise fault("expected calls with different ids, got equal ones", place)
     if open_calls:
-        raise fault(
-            f"expected a result of the call {spell(open_calls[0])} at the end, got none",
-            place,
-        )
+        raise fault(f"expected a result of the call {spell(open_calls[0])} at the end, got none", places[-1])

@@ -24,11 +24,13 @@ from infer.proxy.upstream import sampling_arguments
 from infer.request import BIASES, PARAMETERS, STRINGS, Bounds, Parameter
 from infer.server.messages import ChatRequest, CompletionRequest
 from infer.server.neutral import Neutral, Strict
+from infer.server.responses import ResponsesRequest
 from tests.conftest import ROOT
 
 BODIES: dict[type[Strict], dict[str, Any]] = {
     ChatRequest: {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]},
     CompletionRequest: {"model": "demo", "prompt": "Hi"},
+    ResponsesRequest: {"model": "demo", "input": "Hi"},
 }
 LIMITS = {"minimum": "ge", "exclusiveMinimum": "gt", "maximum": "le", "exclusiveMaximum": "lt"}
 LIMITS |= {name: name for name in LIMITS.values()}  # pydantic's words for integers that may be written as 5.0

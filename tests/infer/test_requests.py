@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx2 as httpx
+import openai
 import pydantic
 import pytest
 from hypothesis import given, settings
@@ -21,13 +22,16 @@ from infer.server.config import ServerConfig
 from infer.server.messages import ChatRequest, CompletionRequest
 from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral
 from infer.server.refusals import Refused, describe, read_json
+from infer.server.responses import ResponsesRequest
 from tests.helpers.serving import Running, ask, serving
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "What is 2+3?"}], "temperature": 0}
 TEXT = {"model": "demo", "prompt": "2+3?", "temperature": 0}
+RESPONSES = {"model": "demo", "input": "What is 2+3?", "temperature": 0}
 KINDS: Mapping[str, tuple[type[Any], dict[str, Any]]] = {
     "chat/completions": (ChatRequest, CHAT),
     "completions": (CompletionRequest, TEXT),
+    "responses": (ResponsesRequest, RESPONSES),
 }
 SAMPLES: Mapping[type, Any] = {str: "some", dict: {"a": "b"}, bool: True, int: 3, list: [{"token": "a"}]}
 
@@ -152,6 +156,8 @@ def test_messages_as_clients_send_them() -> None:
     ]  # fmt: skip
     chat, said = parse("chat/completions", {**CHAT, "messages": messages})
     assert not said and [tuple(message.plain.values()) for message in chat.messages] == plain
+    response, said = parse("responses", {**RESPONSES, "input": messages, "instructions": "first"})
+    assert not said and [tuple(m.values()) for m in response.messages] == [("system", "first"), *plain]
     for table in (MESSAGE, PART):
         for name, neutral in table.items():
             for value in (None, *neutral.values, *(SAMPLES[kind] for kind in neutral.kinds)):
@@ -168,7 +174,10 @@ def test_neutral_values_reach_an_answer(server: Running) -> None:
         replies = [httpx.post(f"{url}/{path}", json=asked, timeout=60) for asked in (body, {**body, **more})]
         assert [reply.status_code for reply in replies] == [200, 200], replies[1].text
         plain, full = (reply.json() for reply in replies)
-        assert plain["choices"] == full["choices"]
+        for field in ("choices", "output_text"):
+            assert plain.get(field) == full.get(field)
+        if path == "responses":
+            assert plain["output"][0]["content"] == full["output"][0]["content"]
 
 
 def test_variables_of_the_chat_template(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,10 +189,12 @@ def test_variables_of_the_chat_template(server: Running, monkeypatch: pytest.Mon
         for value in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
             with monkeypatch.context() as patch:
                 patch.setattr(tokenizer, "chat_template", template)
-                asked = {**body, "chat_template_kwargs": value, "max_tokens": 1}
+                limit = "max_output_tokens" if path == "responses" else "max_tokens"
+                asked = {**body, "chat_template_kwargs": value, limit: 1}
                 reply = httpx.post(f"{server.url}/v1/{path}", json=asked, timeout=60)
             assert reply.status_code == 200, reply.text
-            tokens.setdefault(path, []).append(reply.json()["usage"]["prompt_tokens"])
+            usage = reply.json()["usage"]
+            tokens.setdefault(path, []).append(usage.get("prompt_tokens", usage.get("input_tokens")))
     for path, (plain, without, within) in tokens.items():
         assert plain == within == without + (0 if path == "completions" else len(tokenizer("5 6 7 ")["input_ids"]))
     for value, where in (({"tokenize": True}, ".tokenize"), ({"a": [1]}, ".a"), ({"eos_token": "x"}, ".eos_token")):
@@ -260,6 +271,12 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"aspd": {"speed": 3}}, "aspd.speed: unknown field"),
     ("chat/completions", {"temprature": 1}, "temprature: unknown field"),
     ("completions", {"prompt": {"a": 1}}, "prompt: expected a string or a list, got an object"),
+    ("responses", {"input": 3}, "input: expected a string or a list, got 3"),
+    ("responses", {"input": [{"type": "reasoning"}]}, "input[0]: expected a message, got an item of type 'reasoning'"),
+    ("responses", {"previous_response_id": "resp_1"}, "previous_response_id: responses are not stored; send the whole"),
+    ("responses", {"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema: a value is"),
+    ("responses", {"max_tokens": 3}, "max_tokens: the field is max_output_tokens; expected null, got 3"),
+    ("responses", {"include": ["all"]}, "include[0]: expected"),
 ]
 
 
@@ -278,7 +295,9 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "text", "role", "a"]), inner),
     max_leaves=6,
 )
-FIELDS = sorted({name for kind, _ in KINDS.values() for name in (*kind.model_fields, *kind.neutral)} - {"model"})
+FIELDS = sorted(
+    {name for kind, _ in KINDS.values() for name in (*kind.model_fields, *kind.neutral)} - {"input", "model"}
+)
 PARTS = st.lists(
     JSON | st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url", "file", "x"]), "text": JSON}),
     max_size=2,
@@ -298,7 +317,9 @@ FORMS = st.fixed_dictionaries(
         {},
         optional={
             "messages": MESSAGES,
+            "input": MESSAGES,
             "response_format": FORMS,
+            "text": st.fixed_dictionaries({"format": FORMS}),
         },
     ),
 )
@@ -360,6 +381,8 @@ def test_errors_have_one_form(server: Running) -> None:
     }
     form = httpx.post(f"{server.url}/v1/chat/completions", content=json.dumps(CHAT), headers={"Content-Type": "text/x"})
     assert form.status_code == 400 and "Content-Type: application/json" in form.json()["error"]["message"]
+    missing = httpx.get(f"{server.url}/v1/responses/resp_1")
+    assert missing.status_code == 404 and "responses are not stored" in missing.json()["error"]["message"]
 
 
 def test_chunked_bodies(server: Running) -> None:
@@ -430,7 +453,7 @@ def test_other_origins(engine: Engine, server: Running) -> None:
             ServerConfig(origins=(wrong,))
 
 
-# Usage while a stream grows.
+# Usage while a stream grows, and responses.
 
 
 def test_usage_with_every_chunk(server: Running) -> None:
@@ -440,3 +463,62 @@ def test_usage_with_every_chunk(server: Running) -> None:
     whole = server.client().chat.completions.create(**ask()).usage
     assert len(counts) == len(chunks) - 1 and counts == sorted(counts) and whole is not None
     assert counts[-2:] == [whole.completion_tokens] * 2 and chunks[1].usage.prompt_tokens == whole.prompt_tokens  # type: ignore[union-attr]
+
+
+def responses(server: Running) -> openai.resources.Responses:
+    return server.client().responses
+
+
+def test_a_response_is_the_chat_completion(server: Running) -> None:
+    chat = server.client().chat.completions.create(**ask(max_tokens=200))
+    question = ask()["messages"][0]["content"]
+    asked: Any = {"model": "demo", "input": question, "temperature": 0, "max_output_tokens": 200, "store": False}
+    whole = responses(server).create(**asked, extra_body={"aspd": {"statistics": True}})
+    assert whole.output_text == chat.choices[0].message.content and whole.id.startswith("resp_")
+    assert whole.usage is not None and chat.usage is not None and "aspd" in (whole.model_extra or {})
+    assert whole.usage.output_tokens == chat.usage.completion_tokens and whole.usage.input_tokens_details is not None
+    events = list(responses(server).create(**asked, stream=True))
+    kinds = [event.type for event in events]
+    deltas = kinds.count("response.output_text.delta")
+    assert deltas > 1 and kinds == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        *["response.output_text.delta"] * deltas, "response.output_text.done", "response.content_part.done",
+        "response.output_item.done", f"response.{whole.status}",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == whole.output_text
+    assert events[-1].response.output_text == whole.output_text  # type: ignore[union-attr]
+    with responses(server).stream(**{**asked, "input": [{"role": "user", "content": question}]}) as stream:
+        final = stream.get_final_response()
+    assert final.output_text == whole.output_text and final.usage.output_tokens == whole.usage.output_tokens  # type: ignore[union-attr]
+
+
+def test_a_response_that_is_cut(server: Running) -> None:
+    question = ask()["messages"][0]["content"]
+    asked: Any = {"model": "demo", "input": question, "temperature": 0, "max_output_tokens": 5}
+    whole = responses(server).create(**asked)
+    assert whole.status == "incomplete" and whole.incomplete_details is not None
+    assert whole.incomplete_details.reason == "max_output_tokens" and whole.output[0].status == "incomplete"  # type: ignore[union-attr]
+    assert list(responses(server).create(**asked, stream=True))[-1].type == "response.incomplete"
+
+
+def test_a_response_of_a_schema(server: Running) -> None:
+    class Sum(pydantic.BaseModel):
+        right: bool
+
+    asked: Any = {"model": "demo", "input": "2+3=5?", "instructions": "Answer.", "temperature": 0}
+    parsed = responses(server).parse(**asked, text_format=Sum)
+    assert isinstance(parsed.output_parsed, Sum)
+    with_tokens = responses(server).create(
+        **asked, max_output_tokens=6, include=["message.output_text.logprobs"], top_logprobs=2
+    )
+    (part,) = with_tokens.output[0].content  # type: ignore[union-attr]
+    assert "".join(token.token for token in part.logprobs) == part.text and len(part.logprobs[0].top_logprobs) == 2  # type: ignore[union-attr,arg-type]
+
+
+def test_a_response_that_fails(engine: Engine) -> None:
+    with serving(engine, timeout=1e-6) as late:
+        asked: Any = {"model": "demo", "input": "2+3?", "stream": True}
+        events = list(responses(late).create(**asked))
+    assert events[-1].type == "response.failed" and events[-1].response.status == "failed"
+    assert events[-1].response.error is not None and "no answer within" in events[-1].response.error.message

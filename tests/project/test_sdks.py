@@ -43,11 +43,11 @@ def check(server: Running, found: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("openai", 2),
-        ("langchain", 2),
+        ("openai", 4),
+        ("langchain", 4),
         ("litellm", 2),
         ("instructor", 0),
-        ("pydantic_ai", 1),
+        ("pydantic_ai", 2),
         ("agents", 2),
         ("llm", 2),
     ],
@@ -64,10 +64,10 @@ def test_python(server: Running, name: str, count: int) -> None:
     ("name", "count"),
     [
         ("instructor", 1),
-        ("pydantic_ai", 1),
-        ("langchain", 1),
+        ("pydantic_ai", 2),
+        ("langchain", 2),
         ("litellm", 1),
-        ("agents", 2),
+        ("agents", 4),
         ("llm", 0),
     ],
 )
@@ -85,7 +85,7 @@ def test_tools_of_node(server: Running) -> None:
     assert found and set(found) == {"called"}
 
 
-@pytest.mark.parametrize(("name", "count"), [("openai", 2), ("ai", 4)])
+@pytest.mark.parametrize(("name", "count"), [("openai", 4), ("ai", 6)])
 def test_node(server: Running, name: str, count: int) -> None:
     if shutil.which("node") is None or not (FOLDER / "node_modules").exists():
         pytest.skip("node, or tests/sdks/node_modules, is not there; make test-sdks installs the packages")

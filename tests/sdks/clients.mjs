@@ -9,7 +9,9 @@ async function openai() {
   const messages = [{ role: "user", content: question }];
   const whole = await client.chat.completions.create({ ...asked, messages });
   const streamed = await client.chat.completions.stream({ ...asked, messages }).finalContent();
-  return [whole.choices[0].message.content, streamed];
+  const response = await client.responses.create({ ...asked, input: question });
+  const final = await client.responses.stream({ ...asked, input: question }).finalResponse();
+  return [whole.choices[0].message.content, streamed, response.output_text, final.output_text];
 }
 
 async function ai() {
@@ -17,10 +19,10 @@ async function ai() {
   const { createOpenAI } = await import("@ai-sdk/openai");
   const { createOpenAICompatible } = await import("@ai-sdk/openai-compatible");
   const { z } = await import("zod");
-  const provider = createOpenAI({ baseURL: url, apiKey: "none" });
+  const provider = createOpenAI({ baseURL: url, apiKey: "none" }); // its default is responses
   const compatible = createOpenAICompatible({ name: "aspd", baseURL: url, supportsStructuredOutputs: true });
   const texts = [];
-  for (const model of [provider.chat("demo"), compatible("demo")]) {
+  for (const model of [provider("demo"), provider.chat("demo"), compatible("demo")]) {
     const settings = { model, prompt: question, temperature: 0, maxRetries: 0 };
     texts.push((await generateText(settings)).text, await streamText(settings).text);
     const { object } = await generateObject({ ...settings, schema: z.object({ good: z.boolean() }) });
@@ -34,7 +36,7 @@ async function ai_tools() {
   const { createOpenAI } = await import("@ai-sdk/openai");
   const { createOpenAICompatible } = await import("@ai-sdk/openai-compatible");
   const { z } = await import("zod");
-  const provider = createOpenAI({ baseURL: url, apiKey: "none" });
+  const provider = createOpenAI({ baseURL: url, apiKey: "none" }); // its default is responses
   const compatible = createOpenAICompatible({ name: "aspd", baseURL: url });
   const done = [];
   const execute = async ({ kind }) => {
@@ -44,7 +46,9 @@ async function ai_tools() {
   };
   const inputSchema = z.object({ kind: z.enum(["pen", "cup"]) });
   const tools = { price: tool({ description: "Return a price", inputSchema, execute }) };
-  for (const model of [provider.chat("demo"), compatible("demo")]) {
+  // The server stores no responses, so that later steps need their items in full.
+  const providerOptions = { openai: { store: false } };
+  for (const model of [provider("demo"), provider.chat("demo"), compatible("demo")]) {
     const settings = { model, prompt: question, temperature: 0, maxRetries: 0, tools };
     await generateText(settings);
     const called = { ...settings, toolChoice: { type: "tool", toolName: "price" } };
@@ -52,7 +56,7 @@ async function ai_tools() {
     const streamed = streamText(called);
     const [call] = await streamed.toolCalls;
     if (call.input.kind !== whole.toolCalls[0].input.kind) throw new Error("another call in the stream");
-    const { steps } = await generateText({ ...called, stopWhen: stepCountIs(2) });
+    const { steps } = await generateText({ ...called, providerOptions, stopWhen: stepCountIs(2) });
     if (steps.length !== 2) throw new Error("no step after the result of the tool");
   }
   return done;

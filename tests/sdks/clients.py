@@ -29,7 +29,7 @@ class Anything(BaseModel):
 
 
 def with_openai(url: str) -> list[str]:
-    """Chat: whole, streamed, parsed."""
+    """Chat and responses: whole, streamed, parsed."""
     from openai import OpenAI
 
     client = OpenAI(base_url=url, api_key="none", max_retries=0)
@@ -39,16 +39,28 @@ def with_openai(url: str) -> list[str]:
     assert isinstance(parsed.choices[0].message.parsed, Reply)
     with client.chat.completions.stream(model="demo", messages=messages, temperature=0) as stream:
         streamed = stream.get_final_completion()
-    return [completion.choices[0].message.content for completion in (chat, streamed)]
+    response = client.responses.create(model="demo", input=QUESTION, temperature=0)
+    assert isinstance(
+        client.responses.parse(model="demo", input=QUESTION, text_format=Reply, temperature=0).output_parsed, Reply
+    )
+    with client.responses.stream(model="demo", input=QUESTION, temperature=0) as stream:
+        final = stream.get_final_response()
+    texts = [completion.choices[0].message.content for completion in (chat, streamed)]
+    return [*texts, response.output_text, final.output_text]
 
 
 def with_langchain(url: str) -> list[str]:
-    """Chat: invoke, stream, structured output."""
+    """Chat and responses: invoke, stream, structured output."""
     from langchain_openai import ChatOpenAI
 
-    model = ChatOpenAI(model="demo", base_url=url, api_key="none", temperature=0, max_retries=0)
-    assert isinstance(model.with_structured_output(Reply, method="json_schema").invoke(QUESTION), Reply)
-    return [str(model.invoke(QUESTION).text), "".join(chunk.text for chunk in model.stream(QUESTION))]
+    texts = []
+    for responses in (False, True):
+        model = ChatOpenAI(
+            model="demo", base_url=url, api_key="none", temperature=0, max_retries=0, use_responses_api=responses
+        )
+        texts += [model.invoke(QUESTION).text, "".join(chunk.text for chunk in model.stream(QUESTION))]
+        assert isinstance(model.with_structured_output(Reply, method="json_schema").invoke(QUESTION), Reply)
+    return [str(text) for text in texts]
 
 
 def with_litellm(url: str) -> list[str]:
@@ -87,24 +99,24 @@ def with_instructor(url: str) -> list[str]:
 
 
 def with_pydantic_ai(url: str) -> list[str]:
-    """An agent's text."""
+    """An agent's text, by chat completions and by responses."""
     from pydantic_ai import Agent
-    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
     provider = OpenAIProvider(base_url=url, api_key="none")
-    model = OpenAIChatModel("demo", provider=provider)
-    return [Agent(model, model_settings={"temperature": 0}).run_sync(QUESTION).output]
+    models = (OpenAIChatModel("demo", provider=provider), OpenAIResponsesModel("demo", provider=provider))
+    return [Agent(model, model_settings={"temperature": 0}).run_sync(QUESTION).output for model in models]
 
 
 def with_agents(url: str) -> list[str]:
-    """An agent of OpenAI's SDK: whole and streamed."""
-    from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
+    """An agent of OpenAI's SDK, whose default is responses: whole and streamed."""
+    from agents import Agent, ModelSettings, Runner, set_default_openai_client, set_tracing_disabled
     from openai import AsyncOpenAI
 
     set_tracing_disabled(True)
-    model = OpenAIChatCompletionsModel("demo", AsyncOpenAI(base_url=url, api_key="none", max_retries=0))
-    agent = Agent(name="plain", model=model, model_settings=ModelSettings(temperature=0))
+    set_default_openai_client(AsyncOpenAI(base_url=url, api_key="none", max_retries=0), use_for_tracing=False)
+    agent = Agent(name="plain", model="demo", model_settings=ModelSettings(temperature=0))
 
     async def run() -> list[str]:
         whole = await Runner.run(agent, QUESTION)
@@ -157,19 +169,21 @@ def tools_of_instructor(url: str) -> list[str]:
 
 
 def tools_of_pydantic_ai(url: str) -> list[str]:
-    """The default output mode, which is tools, and an agent with a tool."""
+    """The default output mode, which is tools, and an agent with a tool, by both interfaces."""
     from pydantic_ai import Agent
-    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
     provider = OpenAIProvider(base_url=url, api_key="none")
     settings = {"temperature": 0, "parallel_tool_calls": False}
-    model = OpenAIChatModel("demo", provider=provider)
-    reply = Agent(model, output_type=Reply, model_settings=settings).run_sync(QUESTION).output
-    assert isinstance(reply, Reply)
-    text = Agent(model, tools=[price_of], model_settings=settings).run_sync(QUESTION).output
-    assert isinstance(text, str)
-    return ["called"]
+    done = []
+    for model in (OpenAIChatModel("demo", provider=provider), OpenAIResponsesModel("demo", provider=provider)):
+        reply = Agent(model, output_type=Reply, model_settings=settings).run_sync(QUESTION).output
+        assert isinstance(reply, Reply)
+        text = Agent(model, tools=[price_of], model_settings=settings).run_sync(QUESTION).output
+        assert isinstance(text, str)
+        done.append("called")
+    return done
 
 
 def tools_of_langchain(url: str) -> list[str]:
@@ -177,18 +191,23 @@ def tools_of_langchain(url: str) -> list[str]:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI
 
-    model = ChatOpenAI(model="demo", base_url=url, api_key="none", temperature=0, max_retries=0)
-    bound = model.bind_tools([price_of], tool_choice="price_of")
-    answer = bound.invoke(QUESTION)
-    whole = None
-    for chunk in bound.stream(QUESTION):
-        whole = chunk if whole is None else whole + chunk
-    assert whole is not None and whole.tool_calls[0]["args"] == answer.tool_calls[0]["args"]
-    result = ToolMessage("20", tool_call_id=answer.tool_calls[0]["id"])
-    model.bind_tools([price_of]).invoke([HumanMessage(QUESTION), answer, result])
-    structured = model.with_structured_output(Reply, method="function_calling")
-    assert isinstance(structured.invoke(QUESTION), Reply)
-    return [called(answer.tool_calls[0]["args"]["kind"])]
+    done = []
+    for responses in (False, True):
+        model = ChatOpenAI(
+            model="demo", base_url=url, api_key="none", temperature=0, max_retries=0, use_responses_api=responses
+        )
+        bound = model.bind_tools([price_of], tool_choice="price_of")
+        answer = bound.invoke(QUESTION)
+        done.append(called(answer.tool_calls[0]["args"]["kind"]))
+        whole = None
+        for chunk in bound.stream(QUESTION):
+            whole = chunk if whole is None else whole + chunk
+        assert whole is not None and whole.tool_calls[0]["args"] == answer.tool_calls[0]["args"]
+        result = ToolMessage("20", tool_call_id=answer.tool_calls[0]["id"])
+        model.bind_tools([price_of]).invoke([HumanMessage(QUESTION), answer, result])
+        structured = model.with_structured_output(Reply, method="function_calling")
+        assert isinstance(structured.invoke(QUESTION), Reply)
+    return done
 
 
 def tools_of_litellm(url: str) -> list[str]:
@@ -211,12 +230,21 @@ def tools_of_litellm(url: str) -> list[str]:
 
 
 def tools_of_agents(url: str) -> list[str]:
-    """An agent that has to use a tool, and then answers: whole and streamed."""
-    from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+    """An agent that has to use a tool, and then answers: whole and streamed, by responses and by chat completions."""
+    from agents import (
+        Agent,
+        ModelSettings,
+        OpenAIChatCompletionsModel,
+        Runner,
+        function_tool,
+        set_default_openai_client,
+        set_tracing_disabled,
+    )
     from openai import AsyncOpenAI
 
     set_tracing_disabled(True)
-    model = OpenAIChatCompletionsModel("demo", AsyncOpenAI(base_url=url, api_key="none", max_retries=0))
+    client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+    set_default_openai_client(client, use_for_tracing=False)
     settings = ModelSettings(temperature=0, tool_choice="required", parallel_tool_calls=False)
     kinds: list[object] = []
 
@@ -226,12 +254,13 @@ def tools_of_agents(url: str) -> list[str]:
         return price_of(kind)
 
     async def run() -> None:
-        agent = Agent(name="priced", model=model, model_settings=settings, tools=[price])
-        assert (await Runner.run(agent, QUESTION)).final_output is not None
-        streamed = Runner.run_streamed(agent, QUESTION)
-        async for _ in streamed.stream_events():
-            pass
-        assert streamed.final_output is not None
+        for model in ("demo", OpenAIChatCompletionsModel("demo", client)):
+            agent = Agent(name="priced", model=model, model_settings=settings, tools=[price])
+            assert (await Runner.run(agent, QUESTION)).final_output is not None
+            streamed = Runner.run_streamed(agent, QUESTION)
+            async for _ in streamed.stream_events():
+                pass
+            assert streamed.final_output is not None
 
     asyncio.run(run())
     return [called(kind) for kind in kinds]

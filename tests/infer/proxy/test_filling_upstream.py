@@ -140,6 +140,19 @@ def test_a_schema_without_fields_is_one_request(real: str, server: Running) -> N
     )
 
 
+def test_responses(real: str) -> None:
+    expected = text_of(ask_fields(real, PAIR))
+    client = openai.OpenAI(base_url=real, api_key="none", max_retries=0)
+    text: Any = {"format": {"type": "json_schema", "name": "it", "schema": PAIR}}
+    more: Any = {"model": "proxied", "input": QUESTION["content"], "text": text, "temperature": 0}
+    more |= {"extra_body": {"aspd": {"fields": "parallel"}}}
+    assert client.responses.create(**more).output_text == expected
+    pieces = [
+        event.delta for event in client.responses.create(stream=True, **more) if "output_text.delta" in event.type
+    ]
+    assert "".join(pieces) == expected
+
+
 # Over a scripted upstream.
 
 

@@ -403,6 +403,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "price", "description": "Return a price", "parameters": PRICE}},
     {"type": "function", "function": {"name": "stop"}},
 ]
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]
 ONLY_PRICE = {"type": "function", "function": {"name": "price"}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "price", "arguments": '{"good": true, "kind": "pen"}'}}
 
@@ -471,10 +472,35 @@ def test_results_of_tools(server: Running, arguments: str) -> None:
     called = {"role": "assistant", "content": None, "tool_calls": [call]}
     client, messages = server.client(), [*ask()["messages"], called, result]
     chat = client.chat.completions.create(**asking() | {"messages": messages})
-    tools = [FunctionFields(**tool["function"]).function.tool for tool in TOOLS]  # type: ignore[arg-type]
-    plain = [*ask()["messages"], {**called, "content": ""}, {**result, "content": "20 <|end|>"}]
-    prompt = server.engine.encode(plain, tools=tools)
-    assert chat.usage is not None and chat.usage.prompt_tokens == len(prompt)
+    items = [
+        *ask()["messages"],
+        {"type": "function_call", "call_id": "call_1", **call["function"]},  # type: ignore[dict-item]
+        {"type": "function_call_output", "call_id": "call_1", "output": "20 <|end|>"},
+    ]
+    response = client.responses.create(model="demo", input=items, tools=FLAT, temperature=0)  # type: ignore[call-overload]
+    assert response.output_text == chat.choices[0].message.content
+    assert chat.usage is not None and response.usage.input_tokens == chat.usage.prompt_tokens
+
+
+def test_calls_in_responses(server: Running) -> None:
+    client = server.client()
+    asked: Any = {"model": "demo", "input": "3 pens at $20", "temperature": 0, "tools": FLAT}
+    asked |= {"tool_choice": {"type": "function", "name": "price"}}
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    for response in (whole, final):
+        (item,) = response.output
+        assert item.type == "function_call" and item.name == "price" and item.status == "completed"
+        assert item.call_id.startswith("call_") and item.id.startswith("fc_")
+        jsonschema.validate(json.loads(item.arguments), PRICE)
+    assert whole.output[0].arguments == final.output[0].arguments
+    assert list(dict.fromkeys(kinds)) == [
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.function_call_arguments.delta", "response.function_call_arguments.done",
+        "response.output_item.done", "response.completed",
+    ]  # fmt: skip
 
 
 def test_a_native_template(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,434 @@
+"""OpenAI's `/v1/responses`: its requests, and chat completions in its format. Responses are not stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+from itertools import count
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from fastapi.responses import JSONResponse, Response
+from pydantic import Discriminator, Field, StrictBool, Tag, model_validator
+
+from infer.server.forms import Answer, Chunks, data, stream
+from infer.server.messages import (
+    Common,
+    JsonObject,
+    Limit,
+    Message,
+    NamedSchema,
+    PlainText,
+    TopLogprobs,
+    check_calling,
+)
+from infer.server.neutral import REQUEST, Neutral, Strict
+from infer.server.tool_calls import Function, ToolChoice
+from infer.server.tool_requests import (
+    MAX_TOOLS,
+    CallItem,
+    FlatTool,
+    FlatToolName,
+    OutputItem,
+    ToolMode,
+    check_results,
+    choice_of,
+    without_idle_choice,
+)
+
+NOT_STORED = "responses are not stored; send the whole conversation as input"
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class FlatSchema(NamedSchema):
+    """A JSON schema for structured output, on the same level as its name."""
+
+    type: Literal["json_schema"]
+
+
+class TextSettings(Strict):
+    """Format of the text."""
+
+    neutral: ClassVar = {"verbosity": REQUEST["verbosity"]}
+    format: Annotated[PlainText | JsonObject | FlatSchema, Field(discriminator="type")] = PlainText(type="text")
+
+
+def _kind_of_item(item: Any) -> str:
+    """Return the kind of an input item: `call`, `output` or `said`."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return {"function_call": "call", "function_call_output": "output"}.get(
+        kind if isinstance(kind, str) else "", "said"
+    )
+
+
+InputItem = Annotated[
+    Annotated[Message, Tag("said")] | Annotated[CallItem, Tag("call")] | Annotated[OutputItem, Tag("output")],
+    Discriminator(_kind_of_item),
+]
+
+
+class ResponsesRequest(Common):
+    """Body of `POST /v1/responses`."""
+
+    neutral = Common.neutral | {
+        "background": Neutral((False,), reason="responses are not stored"),
+        "context_management": Neutral(([],)),
+        "conversation": Neutral(reason=NOT_STORED),
+        "max_completion_tokens": Neutral(reason="the field is max_output_tokens"),
+        "max_tokens": Neutral(reason="the field is max_output_tokens"),
+        "messages": Neutral(reason="the field is input"),
+        "n": Neutral((1,)),
+        "previous_response_id": Neutral(reason=NOT_STORED),
+        "prompt": Neutral(reason="the fields are input and instructions"),
+        "reasoning": Neutral(kinds=(dict,)),
+        "response_format": Neutral(reason="the field is text.format"),
+        "truncation": Neutral(("disabled",), reason="prompts are not truncated"),
+        "tool_choice": Neutral(),
+        "parallel_tool_calls": Neutral(),
+    }
+    schema_place: ClassVar[str] = "tools[{}].parameters"
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: ToolMode | FlatToolName | None = None
+    parallel_tool_calls: StrictBool = True
+    max_output_tokens: Limit | None = None
+    text: TextSettings = TextSettings()
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    top_logprobs: TopLogprobs | None = None
+    include: list[
+        Literal[
+            "message.output_text.logprobs",
+            # Accepted without effect: responses have none of these.
+            "code_interpreter_call.outputs",
+            "computer_call_output.output.image_url",
+            "file_search_call.results",
+            "message.input_image.image_url",
+            "reasoning.encrypted_content",
+            "web_search_call.action.sources",
+            "web_search_call.results",
+        ]
+    ] = Field(default_factory=list)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_idle_choice(cls, data: Any) -> Any:
+        return without_idle_choice(data)
+
+    @model_validator(mode="after")
+    def _calls_are_possible(self) -> Self:
+        check_calling(self, "text.format")
+        messages, places = self._conversation()
+        check_results(messages, places, "call_id")
+        return self
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Conversation in the form of the chat template."""
+        first: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            first.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*first, {"role": "user", "content": self.input}]
+        return first + self._conversation()[0]
+
+    def _conversation(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return the messages of the input items, and the place of each; calls join the answer before them."""
+        messages: list[dict[str, Any]] = []
+        places: list[str] = []
+        for number, item in enumerate([] if isinstance(self.input, str) else self.input):
+            if not isinstance(item, CallItem):
+                messages.append(item.plain)
+                places.append(f"input[{number}]")
+                continue
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+                places.append(f"input[{number}]")
+            messages[-1].setdefault("tool_calls", []).append(item.plain)
+            messages[-1].pop("token_ids", None)
+        return messages, places
+
+    @property
+    def functions(self) -> list[Function]:
+        """See `Common`."""
+        return [tool.function for tool in self.tools]
+
+    @property
+    def calling(self) -> ToolChoice | None:
+        """See `Common`."""
+        return choice_of(self.functions, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """See `Common`."""
+        return self.chat_template_kwargs
+
+    @property
+    def limit(self) -> int | None:
+        """See `Common`."""
+        return self.max_output_tokens
+
+    @property
+    def grammar(self) -> dict[str, Any]:
+        """See `Common`."""
+        form = self.text.format
+        if form.type == "text":
+            return {}
+        return {"json_schema": form.schema_ if isinstance(form, FlatSchema) else {"type": "object"}}
+
+    @property
+    def response_form(self) -> Any:
+        """See `Common`."""
+        return self.text.format
+
+    @property
+    def alternatives(self) -> int | None:
+        """See `Common`."""
+        return self.top_logprobs or 0 if _LOGPROBS in self.include else None
+
+    @property
+    def with_usage(self) -> bool:
+        """See `Common`: all streams of this endpoint end with their usage."""
+        return True
+
+
+class Translation:
+    """Translation of a chat completion to a response.
+
+    Args:
+        body: the request.
+        head: mapping with `id`, `created` and `model` of the chat completion.
+    """
+
+    def __init__(self, body: ResponsesRequest, head: dict[str, Any]) -> None:
+        self._number = head["id"].rpartition("-")[2]
+        form = body.text.format.model_dump(by_alias=True)
+        choice = body.tool_choice or "auto"
+        self._base = {
+            "id": f"resp_{self._number}", "object": "response", "created_at": head["created"], "model": head["model"],
+            "background": False, "completed_at": None, "error": None, "incomplete_details": None,
+            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "max_tool_calls": None,
+            "metadata": {}, "output": [], "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "service_tier": "default",
+            "status": "in_progress", "store": False, "temperature": body.temperature, "text": {"format": form},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in body.tools], "top_logprobs": body.alternatives or 0,
+            "top_p": body.top_p, "truncation": "disabled", "usage": None,
+        }  # fmt: skip
+
+    @property
+    def begun(self) -> dict[str, Any]:
+        """Response before its first text."""
+        return dict(self._base)
+
+    def final_response(self, output: list[dict[str, Any]], finish: str, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the finished response.
+
+        Args:
+            output: items.
+            finish: finish reason of the chat completion.
+            usage: usage of the chat completion.
+        """
+        cut = finish == "length"
+        status = "incomplete" if cut else "completed"
+        details = {"reason": "max_output_tokens"} if cut else None
+        return self._base | {
+            "status": status, "incomplete_details": details, "completed_at": None if cut else int(time.time()),
+            "output": output,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage.get("prompt_tokens_details", {"cached_tokens": 0}),
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }  # fmt: skip
+
+    def failed(self, error: dict[str, Any]) -> dict[str, Any]:
+        """Return the response of a failed answer."""
+        code = "server_error" if error["code"] is None else error["code"]
+        return self._base | {"status": "failed", "error": {"code": code, "message": error["message"]}}
+
+    def message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the item of the text of the answer."""
+        item = {"id": f"msg_{self._number}", "type": "message", "role": "assistant"}
+        return item | {"status": status, "content": content}
+
+    def call(self, number: int, call: dict[str, Any], status: str) -> dict[str, Any]:
+        """Return the item of a call.
+
+        Args:
+            number: number of the call.
+            call: the call in the form of chat completions.
+            status: status of the item.
+        """
+        return {
+            "id": f"fc_{self._number}{number}", "type": "function_call", "status": status, "call_id": call["id"],
+            "name": call["function"]["name"], "arguments": call["function"]["arguments"],
+        }  # fmt: skip
+
+    @staticmethod
+    def part(text: str, logprobs: Any) -> dict[str, Any]:
+        """Return the only part of a message."""
+        tokens = [] if logprobs is None else logprobs["content"]
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": tokens}
+
+
+def reply_response(body: ResponsesRequest, answer: Answer) -> Response:
+    """Return the HTTP response for a chat completion: JSON or a stream of events."""
+    if isinstance(answer, dict):
+        return JSONResponse(respond(body, answer))
+    return stream(respond_streaming(body, answer), lambda event: f"event: {event['type']}\n{data(event)}")
+
+
+def respond(body: ResponsesRequest, completion: dict[str, Any]) -> dict[str, Any]:
+    """Translate a whole chat completion to a response."""
+    (choice,) = completion["choices"]
+    translation = Translation(body, completion)
+    message, finish = choice["message"], choice["finish_reason"]
+    text, calls = message["content"], message.get("tool_calls", [])
+    status = "incomplete" if finish == "length" else "completed"
+    output = []
+    if text is not None:
+        output.append(
+            translation.message("completed" if calls else status, [translation.part(text, choice["logprobs"])])
+        )
+    for number, call in enumerate(calls):
+        last = number + 1 == len(calls)
+        output.append(translation.call(number, call, status if last else "completed"))
+    response = translation.final_response(output, finish, completion["usage"])
+    return response | {name: completion[name] for name in ("aspd",) if name in completion}
+
+
+class _Events:
+    """Events of a streamed response: items open with their first delta, one at a time.
+
+    Args:
+        body: the request.
+    """
+
+    def __init__(self, body: ResponsesRequest) -> None:
+        self._body, self._numbers = body, count()
+        self._translation: Translation | None = None
+        self._output: list[dict[str, Any]] = []
+        self._text: str | None = None  # of the message, once it is open
+        self._calls: list[dict[str, Any]] = []
+        self._open = False  # whether the last item is open
+
+    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Return an event with the next number."""
+        return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
+
+    @property
+    def translation(self) -> Translation:
+        """Return the translation of the stream's chunks."""
+        assert self._translation is not None, "a stream begins with a chunk"
+        return self._translation
+
+    def begin(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of the first chunk."""
+        if self._translation is None:
+            self._translation = Translation(self._body, chunk)
+            yield self.event("created", response=self.translation.begun)
+            yield self.event("in_progress", response=self.translation.begun)
+            if self._body.calling is None:
+                yield from self._open_message()
+
+    def delta(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of a delta of the chat completion."""
+        place = {name: delta[name] for name in ("aspd",) if name in delta}
+        if (new := delta.get("content")) or (place and new is not None):
+            if self._text is None:
+                yield from self._open_message()
+            self._text = f"{self._text}{new}"
+            yield self.event("output_text.delta", **self._place, delta=new, logprobs=[], **place)
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                yield from self._close("completed", None)
+                self._calls.append({"id": call["id"], "function": dict(call["function"])})
+                yield from self._add(self._call_item("in_progress"))
+                continue
+            new = call["function"]["arguments"]
+            self._calls[-1]["function"]["arguments"] += new
+            yield self.event("function_call_arguments.delta", **self._item_place, delta=new, **place)
+
+    def end(self, finish: str, logprobs: Any, usage: dict[str, Any], more: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the last events.
+
+        Args:
+            finish, logprobs, usage: those of the chat completion.
+            more: further fields of the response.
+        """
+        if not self._output:
+            yield from self._open_message()
+        yield from self._close("incomplete" if finish == "length" else "completed", logprobs)
+        response = self.translation.final_response(self._output, finish, usage) | more
+        yield self.event(response["status"], response=response)
+
+    @property
+    def _item_place(self) -> dict[str, Any]:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return self._item_place | {"content_index": 0}
+
+    def _call_item(self, status: str) -> dict[str, Any]:
+        return self.translation.call(len(self._calls) - 1, self._calls[-1], status)
+
+    def _add(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self._output.append(item)
+        self._open = True
+        yield self.event("output_item.added", output_index=len(self._output) - 1, item=item)
+
+    def _open_message(self) -> Iterator[dict[str, Any]]:
+        self._text = ""
+        yield from self._add(self.translation.message("in_progress", []))
+        yield self.event("content_part.added", **self._place, part=self.translation.part("", None))
+
+    def _close(self, status: str, logprobs: Any) -> Iterator[dict[str, Any]]:
+        """Yield the events of the end of the last item, if it is open."""
+        if not self._open:
+            return
+        self._open = False
+        if self._calls:
+            item = self._call_item(status)
+            named = {"name": item["name"], "arguments": item["arguments"]}
+            yield self.event("function_call_arguments.done", **self._item_place, **named)
+        else:
+            part = self.translation.part(self._text or "", logprobs)
+            item = self.translation.message(status, [part])
+            yield self.event("output_text.done", **self._place, text=part["text"], logprobs=part["logprobs"])
+            yield self.event("content_part.done", **self._place, part=part)
+        self._output[-1] = item
+        yield self.event("output_item.done", output_index=len(self._output) - 1, item=item)
+
+
+async def respond_streaming(body: ResponsesRequest, batches: Chunks) -> Chunks:
+    """Yield the events of a response.
+
+    Args:
+        body: the request.
+        batches: lists of chunks of a chat completion; the last chunk has its usage.
+    """
+    made = _Events(body)
+    finish, logprobs = "", None
+    usage: dict[str, Any] = {}
+    statistics: dict[str, Any] = {}
+    async with aclosing(batches):
+        async for batch in batches:
+            events: list[dict[str, Any]] = []
+            for chunk in batch:
+                if "error" in chunk:
+                    events.append(made.event("failed", response=made.translation.failed(chunk["error"])))
+                    yield events
+                    return
+                events += made.begin(chunk)
+                usage = chunk.get("usage") or usage
+                statistics |= {name: chunk[name] for name in ("aspd",) if name in chunk}
+                for choice in chunk["choices"]:
+                    finish, logprobs = choice["finish_reason"] or finish, choice.get("logprobs") or logprobs
+                    events += made.delta(choice["delta"])
+            if events:
+                yield events
+    yield list(made.end(finish, logprobs, usage, statistics))
