@@ -115,7 +115,7 @@ class Guidance(NamedTuple):
         ending, closed, emptied: branches that end.
         merges: sequences that merge.
         finish: new values of `Cursor.finish`; RUNNING: unchanged.
-        back, spent, content, discarded: see `RowGuidance`.
+        back, spent, content: see `RowGuidance`.
     """
 
     row: Int32[Array, " P"]
@@ -143,7 +143,6 @@ class Guidance(NamedTuple):
     back: Int32[Array, " B"]
     spent: Int32[Array, " B"]
     content: Int32[Array, " B"]
-    discarded: Int32[Array, " B"]
 
 
 def guidance_arrays(
@@ -168,7 +167,7 @@ def guidance_arrays(
     ]
     size = max(min_size, len(entries))
     size = 1 if size == 1 else next_power(max(size, 1 + config.max_branches))
-    numbers = ("branches", "finish", "back", "spent", "content", "discarded")
+    numbers = ("branches", "finish", "back", "spent", "content")
     arrays: dict[str, Any] = {name: np.zeros(batch, np.int32) for name in numbers}
     arrays |= {
         "row": np.full(size, batch, np.int32),
@@ -260,10 +259,6 @@ def _go_on(s: SequenceState, guidance: Guidance) -> SequenceState:
     return s._replace(
         cursor=cursor._replace(phase=jnp.where(goes_on, SERIAL, cursor.phase), **rule),
         budget=s.budget._replace(tokens=s.budget.tokens - guidance.spent, content=s.budget.content - guidance.content),
-        counters=s.counters._replace(
-            discarded=s.counters.discarded + guidance.discarded,
-            critical_path=s.counters.critical_path - guidance.discarded,
-        ),
     )
 
 
@@ -313,9 +308,6 @@ def _open_blocks(s: SequenceState, guidance: Guidance) -> SequenceState:
             block_tokens=jnp.where(opens, budget.tokens, budget.block_tokens),
             block_content=jnp.where(opens, budget.content, budget.block_content),
             exhausted=cleared(budget.exhausted),
-        ),
-        counters=s.counters._replace(
-            blocks=s.counters.blocks + opens, branches=s.counters.branches + guidance.branches
         ),
     )
 
