@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
@@ -24,7 +24,6 @@ from aspd_jax.layout import Titles
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, canonical
 
 SEPARATOR = ": "
-EMPTY_IDS = np.zeros(0, np.int32)
 SPACE = "▁"  # replaces spaces in SentencePiece vocabularies
 INVALID = "\ufffd"  # replaces bytes that are no character
 _ALPHABET = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -44,10 +43,10 @@ class TitleForm:
     leads: bool = False
     separator: tuple[int, ...] = ()
 
-    def text_of(self, title: np.ndarray, branch: np.ndarray) -> SerialIds:
+    def text_of(self, title: list[int], branch: list[int]) -> SerialIds:
         """Return the text of a branch, whose ids begin with its head."""
         body = branch[len(title) + len(self.separator) :]
-        return SerialIds(body, title if self.leads else EMPTY_IDS)
+        return SerialIds(body, title if self.leads else ())
 
 
 NAMES = TitleForm()
@@ -247,7 +246,7 @@ class TextCodec:
 
     def text_of(self, segment: SerialIds) -> str:
         """Return the text of a segment, its lead included."""
-        return (self.decode(segment.lead) if segment.lead.size else "") + self.decode(segment.ids)
+        return (self.decode(segment.lead) if segment.lead else "") + self.decode(segment.ids)
 
     def token_bytes(self, ids: Sequence[int], first: Sequence[int] = ()) -> list[bytes]:
         """Return the bytes of each token.
@@ -290,8 +289,8 @@ class TextStream:
     """Incremental decoder of a growing segment; the cost per token does not depend on the length of the segment.
 
     Attributes:
-        text: decoded text, a prefix of the text of the segment. The bytes of an unfinished character at the end of the
-            segment are held back.
+        text: text that `extend` decoded, a prefix of the text of the segment. The bytes of an unfinished character at
+            the end of the segment are held back.
     """
 
     def __init__(self, codec: TextCodec) -> None:
@@ -301,20 +300,26 @@ class TextStream:
         self._characters = _Characters()
         self._before: list[str] = []  # tokens of the last piece, because the first one of a text may lose a space
 
-    def extend(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Decode the new tokens of the segment.
+    def extend(self, ids: Sequence[int]) -> None:
+        """Decode the new tokens of the segment, and add their text to `text`.
 
         Args:
             ids: all tokens of the segment; those of earlier calls are skipped.
         """
-        for token in self._codec.spellings(ids[self._count :]):
+        self.text += self.decode(ids[self._count :])
+        self._count = max(self._count, len(ids))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the next tokens of the segment, as far as it is certain."""
+        pieces = []
+        for token in self._codec.spellings(ids):
             if self._codec.is_byte_level:
-                self.text += self._bytes.decode(_bytes_of(token))
+                pieces.append(self._bytes.decode(_bytes_of(token)))
                 continue
             for piece in self._characters.take(token) if self._codec.has_byte_tokens else [[token]]:
-                self.text += self._codec.join([*self._before, *piece])[len(self._codec.join(self._before)) :]
+                pieces.append(self._codec.join([*self._before, *piece])[len(self._codec.join(self._before)) :])
                 self._before = piece
-        self._count = max(self._count, len(ids))
+        return "".join(pieces)
 
 
 class _Characters:
@@ -367,12 +372,12 @@ class SerialIds(NamedTuple):
     """Token ids of a segment of plain text.
 
     Attributes:
-        ids: token ids, int32 [T].
+        ids: token ids.
         lead: ids of the lead that precedes the text, encoded on its own; of a branch only.
     """
 
-    ids: np.ndarray
-    lead: np.ndarray = EMPTY_IDS
+    ids: list[int]
+    lead: Sequence[int] = ()
 
     @property
     def size(self) -> int:
@@ -396,15 +401,15 @@ class BlockIds(NamedTuple):
         number: ids of the stated number of leads; empty for names.
     """
 
-    titles: tuple[np.ndarray, ...]
-    branches: tuple[np.ndarray, ...]
+    titles: tuple[list[int], ...]
+    branches: tuple[list[int], ...]
     texts: tuple[SerialIds, ...]
-    number: np.ndarray = EMPTY_IDS
+    number: Sequence[int] = ()
 
     @property
-    def announced(self) -> tuple[np.ndarray, ...]:
+    def announced(self) -> tuple[Sequence[int], ...]:
         """Return what stands between the tags of titles before the block: the number of leads, and the titles."""
-        return (self.number, *self.titles) if self.number.size else self.titles
+        return (self.number, *self.titles) if self.number else self.titles
 
 
 ItemIds: TypeAlias = SerialIds | BlockIds
@@ -441,8 +446,8 @@ def split(
     Raises:
         StructureError: a tag is not allowed at its place; the message names the first one.
     """
-    ids = np.asarray(tokens, np.int32)
-    tags = [(int(i), int(ids[i])) for i in np.flatnonzero((ids[:, None] == special.ids).any(axis=1))]
+    ids = np.asarray(tokens).tolist()
+    tags = [(place, token) for place, token in enumerate(ids) if token in special.ids]
     names = dict(zip(special.ids, TAGS.values(), strict=True))
     items: list[ItemIds] = []
     cursor = 0  # index of the first token that is not parsed yet
@@ -451,7 +456,7 @@ def split(
     def take(expected: int) -> int:
         nonlocal at
         if at == len(tags):
-            raise StructureError(f"token {ids.size}: expected {names[expected]}, got the end of the answer")
+            raise StructureError(f"token {len(ids)}: expected {names[expected]}, got the end of the answer")
         place, tag = tags[at]
         if tag != expected:
             raise StructureError(f"token {place}: expected {names[expected]}, got {names[tag]}")
@@ -465,7 +470,7 @@ def split(
             raise StructureError(f"token {cursor}: expected {names[expected]}, got text")
         cursor = place + 1
 
-    def take_segment(start: int, end: int) -> np.ndarray:
+    def take_segment(start: int, end: int) -> list[int]:
         nonlocal cursor
         take_adjacent(start)
         place = take(end)
@@ -479,12 +484,12 @@ def split(
         if tags[at][0] > cursor:
             items.append(SerialIds(ids[cursor : tags[at][0]]))
             cursor = tags[at][0]
-        titles: list[np.ndarray] = []
-        branches: list[np.ndarray] = []
-        number = take_segment(special.title_start, special.title_end) if form.leads else EMPTY_IDS
+        titles: list[list[int]] = []
+        branches: list[list[int]] = []
+        number = take_segment(special.title_start, special.title_end) if form.leads else []
         while not titles or peek() == special.title_start:
             titles.append(take_segment(special.title_start, special.title_end))
-            if not titles[-1].size:
+            if not titles[-1]:
                 raise StructureError(f"token {cursor - 1}: expected a title, got none")
         take_adjacent(special.parallel_start)
         while peek() == special.branch_start:
@@ -497,25 +502,33 @@ def split(
             )
         texts = tuple(form.text_of(title, branch) for title, branch in zip(titles, branches, strict=False))
         items.append(BlockIds(tuple(titles), tuple(branches), texts, number))
-    if cursor < ids.size:
+    if cursor < len(ids):
         items.append(SerialIds(ids[cursor:]))
     return tuple(items)
 
 
-def join(items: Iterable[ItemIds], special: SpecialTokens) -> np.ndarray:
-    """Return the linearisation int32 [T] of items: the inverse of `split`."""
+def join(items: Sequence[ItemIds], special: SpecialTokens, open_branches: Collection[int] = ()) -> list[int]:
+    """Return the linearisation of items: the inverse of `split`.
+
+    Args:
+        items: items of an answer.
+        special: ids of the tags.
+        open_branches: numbers, from 1, of the branches of the last block that still grow; they have no closing tag.
+    """
     tokens: list[int] = []
-    for item in items:
+    for place, item in enumerate(items, 1):
         if isinstance(item, SerialIds):
             tokens.extend(item.ids)
             continue
         for title in item.announced:
             tokens += (special.title_start, *title, special.title_end)
         tokens.append(special.parallel_start)
-        for branch in item.branches:
-            tokens += (special.branch_start, *branch, special.branch_end)
-        tokens.append(special.parallel_end)
-    return np.asarray(tokens, np.int32)
+        growing = open_branches if place == len(items) else ()
+        for number, branch in enumerate(item.branches, 1):
+            tokens += (special.branch_start, *branch)
+            tokens += [special.branch_end] * (number not in growing)
+        tokens += [special.parallel_end] * (not growing)
+    return tokens
 
 
 class Codec:
@@ -587,7 +600,7 @@ class Codec:
             branches = []
             for number, (title, branch, text) in enumerate(zip(item.titles, item.branches, item.texts, strict=True), 1):
                 head = [*title, *self.form.separator]
-                if branch[: len(head)].tolist() != [int(i) for i in head]:
+                if branch[: len(head)] != head:
                     raise StructureError(f"branch {number}: expected its title and separator first, got other tokens")
                 branches.append(Branch(self.text.decode(title) or self.text.spell(title), self.text.text_of(text)))
             items.append(Parallel(branches))

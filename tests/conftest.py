@@ -61,7 +61,6 @@ from aspd_jax import LanguageModel, SpecialTokens, load_model
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power
 from infer import Engine
-from infer.answers.answer import copy_outputs, fetch_outputs
 from infer.control.tags import Tags
 from infer.decode.derived import BranchBudget
 from infer.decode.guidance import guidance_arrays, guide
@@ -70,6 +69,7 @@ from infer.decode.state import PROMPT, DecodeState, EngineConfig, SequenceState,
 from infer.request import Request
 from infer.scheduling.admission import admit_request, classes_of, new_state
 from infer.scheduling.buckets import capacity_for
+from tests.helpers.cached_answers import cached_answer
 from train.byte_tokenizer import train_tokenizer
 from train.tasks import problem
 
@@ -238,7 +238,7 @@ def with_one_program(engine: Engine) -> Engine:
 
 
 @contextmanager
-def patched(module: ModuleType = infer.decode.decode_step, **functions: Callable[..., Any]) -> Iterator[None]:
+def patched(module: ModuleType = infer.decode.decode_step, **functions: Any) -> Iterator[None]:
     """Replace functions of the step or of `guide`, which are traced again with them; other programs remain."""
     with pytest.MonkeyPatch.context() as patch:
         for name, function in functions.items():
@@ -281,8 +281,7 @@ def decided(lm: LanguageModel, config: EngineConfig, state: DecodeState) -> Deco
     """Return a state in which no sequence waits for a decision at a tag."""
     tags, words = Tags(config, classes_of(lm, config)), state.token_mask.shape[3]
     while rows := np.flatnonzero(waiting(state.sequence)).tolist():
-        outputs = fetch_outputs(copy_outputs(state, config, rows), [None] * len(rows), config)
-        decisions = {row: tags.follow(output) for row, output in zip(rows, outputs, strict=True)}
+        decisions = {row: tags.follow(cached_answer(state, config, row)) for row in rows}
         batch = state.cache.tokens.shape[0]
         state, _ = guide(state, guidance_arrays(decisions, batch, words, config), config)
     return state

@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from aspd_jax.layout import Layout
-from aspd_jax.sizes import next_power
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, beginning, plain_text
-from aspd_jax.tokens import EMPTY_IDS, BlockIds, Codec, ItemIds, SerialIds, join, split
+from aspd_jax.tokens import BlockIds, Codec, ItemIds, SerialIds, join, split
 from infer.answers.filled import Filled
 from infer.answers.stop import first_match
-from infer.decode.packed import Packed
-from infer.decode.slots import OutputSnapshot, snapshot
-from infer.decode.state import FORK, LENGTH, MERGE, PARALLEL, RUNNING, SERIAL, STOP, DecodeState, EngineConfig
+from infer.decode.decode_step import StepSummary, TokenLog
+from infer.decode.guidance import RowGuidance
+from infer.decode.state import LENGTH, RUNNING, SERIAL, STOP, EngineConfig
 from infer.request import Request
 
 
@@ -119,185 +117,220 @@ class Result:
 
 
 NO_DRAFTS = np.zeros((0, 0), np.int32)
-EMPTY_LAYOUT = Layout(*[EMPTY_IDS] * len(Layout._fields))
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestOutput:
-    """Answer of a request as far as it is decoded, without tokens that exceed its budgets in reading order.
+    """Answer of a request as far as it is decoded: `take` and `apply` add tokens, `update` reads the rest of a state.
 
     Attributes:
         finish: `RUNNING`, `STOP` or `LENGTH`.
-        token_ids: tokens in the order of the linearisation; open branches have no closing tag while the answer grows.
         items: segments and blocks, an open block as if it were closed now; without incomplete titles and end of text.
+            Of answers without tags, blocks only, until a controller reads them.
         open_branches: numbers, from 1, of the branches of the open block that still grow.
-        steps: steps after prefill.
-        critical_path: critical path so far (`Statistics.critical_path`).
-        cached_tokens, cached_layout: tokens in the cache, prompt included, and their layout, [T] by slot.
-        drafted, accepted: number of draft tokens, and of accepted ones.
+        opening: tokens of a block whose titles are under way, from its first `<|title|>` on; empty outside one.
+        end: the end of text, once it is sampled.
+        size: number of tokens.
+        content: number of tokens of the plain text; of answers without tags 0.
+        sampled: number of tokens sampled in each branch of the current or last block.
+        path: critical path without the current or last block.
         discarded: `Statistics.discarded_tokens`.
+        steps: steps after prefill.
+        drafted, accepted: number of draft tokens, and of accepted ones.
         cut: whether `max_branch_tokens` ended a branch.
         exhausted: numbers, from 1, of the branches of the current or last block that the budget of the answer ended.
+        untagged: see `Request`. The blocks have branches only, which end where the host closes them.
         serial_ids: tokens of the serial text (answers without tags only).
-        branch_ids: tokens of each branch of the current block, leads included (answers without tags only).
+        branch_ids: tokens of each branch of the last block, leads included (answers without tags only).
         drafts: draft tokens of each branch, [N, D]; the first are those of the serial segment outside blocks; -1: none.
         block_ready: whether the next block may begin (templates only).
-        opening: tokens of a block whose titles are under way, from its first `<|title|>` on; none outside one.
         tokens_left, content_left: what is left of the budgets of all tokens and of plain text, outside of blocks.
         position: position of the next serial token to be fed, as `Cursor.position`.
         template: state of the filled template; None: none.
+        shortened: whether tokens that exceed the budgets in reading order are left out (`limited`).
     """
 
-    finish: int
-    token_ids: np.ndarray = field(default_factory=lambda: EMPTY_IDS)
-    items: tuple[ItemIds, ...] = ()
+    finish: int = RUNNING
+    items: list[ItemIds] = field(default_factory=list)
     open_branches: frozenset[int] = frozenset()
+    opening: list[int] = field(default_factory=list)
+    end: list[int] = field(default_factory=list)
+    size: int = 0
+    content: int = 0
+    sampled: list[int] = field(default_factory=list)
+    path: int = 0
+    discarded: int = 0
     steps: int = 0
-    critical_path: int = 0
-    cached_tokens: np.ndarray = field(default_factory=lambda: EMPTY_IDS)
-    cached_layout: Layout = EMPTY_LAYOUT
     drafted: int = 0
     accepted: int = 0
-    discarded: int = 0
     cut: bool = False
     exhausted: frozenset[int] = frozenset()
-    serial_ids: np.ndarray = field(default_factory=lambda: EMPTY_IDS)
-    branch_ids: tuple[np.ndarray, ...] = ()
+    untagged: bool = False
+    serial_ids: list[int] = field(default_factory=list)
+    branch_ids: tuple[list[int], ...] = ()
     drafts: np.ndarray = field(default_factory=lambda: NO_DRAFTS)
     block_ready: bool = False
-    opening: np.ndarray = field(default_factory=lambda: EMPTY_IDS)
     tokens_left: int = 0
     content_left: int = 0
     position: int = 0
     template: Filled | None = None
+    shortened: bool = False
+
+    @property
+    def critical_path(self) -> int:
+        """Return the critical path so far (`Statistics.critical_path`)."""
+        return self.path + max(self.sampled, default=0)
+
+    @property
+    def block(self) -> BlockIds:
+        """Return the last block, which is the last item."""
+        assert isinstance(self.items[-1], BlockIds)
+        return self.items[-1]
 
     def drafts_of(self, segment: int) -> list[int]:
         """Return the draft tokens of a segment: 0 is serial, k is branch k."""
         drafts = self.drafts[max(segment - 1, 0)].tolist() if len(self.drafts) else []
         return drafts[: drafts.index(-1)] if -1 in drafts else drafts
 
-    def linearised_cache(self) -> tuple[np.ndarray, int]:
-        """Return the tokens in the cache in the order of the linearisation.
+    def take(self, segment: int, tokens: list[int], config: EngineConfig) -> None:
+        """Take sampled tokens of a segment: 0 is serial, k is branch k."""
+        self.size += len(tokens)
+        if not segment:
+            self.path += len(tokens)
+            self._add_serial(tokens, config)
+            return
+        self.sampled[segment - 1] += len(tokens)
+        if self.block.texts and tokens[-1] == config.special.branch_end:
+            tokens = tokens[:-1]
+            self.open_branches -= {segment}
+            self.size += not self.open_branches  # `<|/para|>`
+        self._add(segment, tokens)
 
-        Returns:
-            The tokens, int32, and the number of first slots that hold the first tokens in this order.
+    def apply(self, guidance: RowGuidance, config: EngineConfig) -> None:
+        """Apply decisions of the host: tokens that it takes back, feeds or drops, and blocks and branches.
+
+        The sequence waits, and `update` has read the state in which it does.
         """
-        written = _written(self.cached_layout)
-        order = written[linear_order(Layout(*(field[written] for field in self.cached_layout)))]
-        elsewhere = np.flatnonzero(order != np.arange(order.size))
-        return self.cached_tokens[order], int(elsewhere[0]) if elsewhere.size else order.size
+        known = guidance.known_tokens
+        if guidance.resume_at >= 0:
+            self._take_back(guidance.resume_at)
+        self.size += sum(map(len, known.values())) + len(guidance.text) - len(guidance.emptied)
+        self.path -= guidance.discarded
+        self.discarded += guidance.discarded
+        self.serial_ids += guidance.text
+        if guidance.branches:
+            self.opening += known.get(0, ())
+            heads = [list(known.get(number, ())) for number in range(1, 1 + guidance.branches)]
+            self._open_block(heads, config)
+            return
+        for segment, tokens in known.items():
+            if segment:
+                self._add(segment, tokens)
+            else:
+                self._add_serial(tokens, config)
+        for number in guidance.emptied:
+            self.block.branches[number - 1].pop()
+        self.open_branches -= guidance.closed
+
+    def update(self, summary: StepSummary, row: int) -> None:
+        """Read what else a summary says about a row."""
+        counters, budget, self.position = summary.counters, summary.budget, int(summary.position[row])
+        self.finish, self.block_ready = int(summary.finish[row]), int(summary.phase[row]) == SERIAL
+        self.steps, self.drafts = int(counters.steps[row]), np.asarray(summary.draft[row])
+        self.drafted, self.accepted = int(counters.drafted[row]), int(counters.accepted[row])
+        self.tokens_left, self.content_left = int(budget.tokens[row]), int(budget.content[row])
+        self.cut = bool(budget.cut[row])
+        self.exhausted = frozenset((np.flatnonzero(budget.exhausted[row]) + 1).tolist())
+
+    def limited(self, limit: int | None) -> RequestOutput:
+        """Return the answer without the tokens that exceed the budgets in reading order; `limit`: of plain text."""
+        last_branch = min(self.exhausted, default=0)
+        if not self.content or (not last_branch and (limit is None or limit > self.content)):
+            return self
+        items = shortened(self.items, self.content + 1 if limit is None else limit, last_branch)
+        if count_content(items) == self.content and len(items) == len(self.items):
+            return self
+        return replace(self, items=items, shortened=True)
+
+    def token_ids(self, config: EngineConfig) -> list[int]:
+        """Return the tokens in the order of the linearisation.
+
+        While the answer grows, open branches have no closing tag, and the titles of a block that has not begun are
+        included.
+        """
+        if self.untagged:
+            parts = [[item.ids] if isinstance(item, SerialIds) else item.branches for item in self.items]
+            return [token for part in parts for ids in part for token in ids] + self.end
+        if self.shortened:
+            return join(self.items, config.special)
+        if self.finish != RUNNING:
+            return join(self.items, config.special) + self.end
+        return join(self.items, config.special, self.open_branches) + self.opening
+
+    def _take_back(self, position: int) -> None:
+        """Drop the tokens from a position on: the end of serial text or of titles, and the block of lists after it."""
+        if self.branch_ids:
+            self.size -= sum(map(len, self.branch_ids))
+            self.branch_ids, self.open_branches = (), frozenset()
+            self.items.pop()
+        ids = self.serial_ids if self.untagged else self.opening
+        rest = len(ids) - (self.position + 1 - position)
+        self.size -= len(ids) - rest
+        del ids[rest:]
+
+    def _add(self, segment: int, tokens: Sequence[int]) -> None:
+        """Add tokens to a branch."""
+        block = self.block
+        block.branches[segment - 1].extend(tokens)
+        if block.texts:
+            block.texts[segment - 1].ids.extend(tokens)
+            self.content += len(tokens)
+
+    def _add_serial(self, tokens: Sequence[int], config: EngineConfig) -> None:
+        """Add tokens to serial text, or to the titles of a block."""
+        if self.untagged or self.opening or not tokens:
+            (self.serial_ids if self.untagged else self.opening).extend(tokens)
+            return
+        if tokens[-1] == config.special.title_start:
+            tokens, self.opening = tokens[:-1], [tokens[-1]]
+        elif tokens[-1] in config.end:
+            tokens, self.end = tokens[:-1], [tokens[-1]]
+        if not tokens:
+            return
+        if not self.items or isinstance(last := self.items[-1], BlockIds):
+            self.items.append(last := SerialIds([]))
+        last.ids.extend(tokens)
+        self.content += len(tokens)
+
+    def _open_block(self, heads: list[list[int]], config: EngineConfig) -> None:
+        """Open a block with the titles of `opening`, or one without tags, which has none."""
+        special, titles = config.special, list[list[int]]()
+        for token in self.opening:
+            if token == special.title_start:
+                titles.append([])
+            elif token not in (special.title_end, special.parallel_start):
+                titles[-1].append(token)
+        number = titles.pop(0) if config.form.leads and titles else []
+        texts = tuple(SerialIds([], title if config.form.leads else ()) for title in titles)
+        branches = tuple(head[1:] if titles else head for head in heads)
+        self.items.append(BlockIds(tuple(titles), branches, texts, number))
+        self.branch_ids = branches if self.untagged else ()
+        self.content += sum(len(text.lead) for text in texts)
+        self.path, self.sampled, self.opening = self.critical_path, [0] * len(heads), []
+        self.open_branches = frozenset(range(1, 1 + len(heads)))
 
 
-def _written(layout: Layout) -> np.ndarray:
-    """Return the slots that hold a token; slots of rejected draft tokens hold none."""
-    return np.flatnonzero(layout.sequence > 0)
+def logged_tokens(log: TokenLog) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield row, segment and tokens of each segment in a log; of a row, the branches come before the serial segment."""
+    entries = np.asarray(log.entries)[: int(log.size)]
+    entries = entries[np.lexsort((entries[:, 1], entries[:, 1] == 0, entries[:, 0]))]
+    ends = np.flatnonzero(np.diff(entries[:, :2], axis=0, append=-1).any(axis=1)) + 1
+    for start, end in zip([0, *ends], ends, strict=False):
+        row, segment = entries[start, :2].tolist()
+        yield row, segment, entries[start:end, 2].tolist()
 
 
-def linear_order(layout: Layout) -> np.ndarray:
-    """Return the indices that sort the tokens of one sequence [T] into the order of the linearisation."""
-    anchor = np.array(layout.position)
-    for block in np.unique(layout.block[layout.block > 0]):
-        inside = layout.block == block
-        anchor[inside] = anchor[inside].min()
-    return np.lexsort((layout.position, layout.branch, anchor))
-
-
-def copy_outputs(state: DecodeState, config: EngineConfig, rows: Sequence[int]) -> Packed[OutputSnapshot]:
-    """Copy on the device what `fetch_outputs` reads of rows, so that the state can be donated to the next steps."""
-    size = next_power(len(rows))
-    return snapshot(state, np.asarray([*rows, *[rows[0]] * (size - len(rows))], np.int32), config)
-
-
-def fetch_outputs(
-    copy: Packed[OutputSnapshot],
-    requests: Sequence[Request | None],
-    config: EngineConfig,
-) -> list[RequestOutput]:
-    """Return the outputs of the first rows of a copy, one for each request, from fed and pending tokens.
-
-    Args:
-        copy: rows that `copy_outputs` copied.
-        requests: request of each row; None: one without limits.
-    """
-    host = copy.read()
-    return [_output(host, index, request, config) for index, request in enumerate(requests)]
-
-
-def _output(shot: OutputSnapshot, index: int, request: Request | None, config: EngineConfig) -> RequestOutput:
-    s, due, slots = shot.sequence, shot.pending, int(shot.length[index])
-    phase, start = int(s.cursor.phase[index]), int(s.cursor.prompt_length[index])
-    tokens = np.asarray(shot.tokens)[index, :slots]
-    layout = Layout(*(field[index, :slots] for field in shot.layout))
-    written = _written(layout)
-    fed = written[written >= start]
-    pending = np.flatnonzero(due.layout.sequence[index] > 0)
-    ids = np.concatenate([tokens[fed], due.tokens[index, pending]])
-    own = Layout(*(np.concatenate([a[fed], b[index, pending]]) for a, b in zip(layout, due.layout, strict=True)))
-    order = linear_order(own)
-    in_block = phase in (FORK, PARALLEL)
-    still_open = frozenset((np.flatnonzero(s.branches.live[index]) + 1).tolist()) if in_block else frozenset()
-    finish = int(s.cursor.finish[index])
-    ids, own = ids[order], Layout(*(field[order] for field in own))
-    token_ids = opening = ids
-    items: tuple[ItemIds, ...] = ()
-    branch_ids: tuple[np.ndarray, ...] = ()
-    serial_ids = ids[:0]
-    if request is not None and request.untagged:
-        current = own.block == s.cursor.block[index]
-        serial_ids = ids[own.branch == 0]
-        branch_ids = tuple(ids[current & (own.branch == k)] for k in range(1, 1 + int(s.branches.number[index])))
-    else:
-        token_ids, items, opening = _items(ids, own.branch, phase, finish, config)
-    longest = int(s.segments.sampled[index, 1:].max()) if in_block else 0
-    output = RequestOutput(
-        finish=finish,
-        token_ids=token_ids,
-        items=items,
-        open_branches=still_open,
-        steps=int(s.counters.steps[index]),
-        critical_path=int(s.counters.critical_path[index]) + longest,
-        cached_tokens=tokens,
-        cached_layout=layout,
-        drafted=int(s.counters.drafted[index]),
-        accepted=int(s.counters.accepted[index]),
-        discarded=int(s.counters.discarded[index]),
-        cut=bool(s.budget.cut[index]),
-        exhausted=frozenset((np.flatnonzero(s.budget.exhausted[index]) + 1).tolist()),
-        serial_ids=serial_ids,
-        branch_ids=branch_ids,
-        drafts=np.asarray(s.draft[index]),
-        block_ready=phase == SERIAL and not s.cursor.rule[index],
-        opening=opening,
-        tokens_left=int(s.budget.tokens[index]),
-        content_left=int(s.budget.content[index]),
-        position=int(s.cursor.position[index]),
-    )
-    return _limited_output(output, config, None if request is None else request.params.max_content_tokens)
-
-
-def _items(
-    ids: np.ndarray, branch: np.ndarray, phase: int, finish: int, config: EngineConfig
-) -> tuple[np.ndarray, tuple[ItemIds, ...], np.ndarray]:
-    """Return `token_ids`, `items` and `opening` of `RequestOutput` of tokens in the order of the linearisation."""
-    special, opening = config.special, ids[:0]
-    whole, end = ids, ids[:0]
-    if finish == STOP and ids.size and int(ids[-1]) in config.end:
-        whole, end = ids[:-1], ids[-1:]
-    if phase not in (FORK, PARALLEL, MERGE):
-        closed = np.flatnonzero(ids == special.parallel_end)
-        after = int(closed[-1]) if closed.size else 0
-        if (starts := np.flatnonzero(ids[after:] == special.title_start)).size:
-            whole, opening = ids[: after + starts[0]], ids[after + starts[0] :]
-    elif not end.size and phase in (FORK, PARALLEL):
-        ends = np.flatnonzero((branch > 0) & (np.append(branch[1:], 0) != branch))
-        unclosed = ends[ids[ends] != special.branch_end]
-        whole = np.append(np.insert(ids, unclosed + 1, special.branch_end), special.parallel_end)
-    if finish != RUNNING:
-        ids = np.concatenate([whole, end])
-    return ids, split(whole, special, config.form), opening
-
-
-def shortened(items: Sequence[ItemIds], limit: int, last_branch: int = 0) -> tuple[ItemIds, ...]:
+def shortened(items: Sequence[ItemIds], limit: int, last_branch: int = 0) -> list[ItemIds]:
     """Return the items up to a number of tokens of plain text in reading order; what follows them is left out.
 
     Later branches of the last block are kept with empty text and whole heads.
@@ -306,13 +339,13 @@ def shortened(items: Sequence[ItemIds], limit: int, last_branch: int = 0) -> tup
         limit: tokens of plain text.
         last_branch: number, from 1, of a branch of the last block whose text is the last; 0: none.
     """
-    shortened_items: list[ItemIds] = []
+    kept: list[ItemIds] = []
     last = max((place for place, item in enumerate(items) if isinstance(item, BlockIds)), default=-1)
     for place, item in enumerate(items):
         if limit <= 0:
             break
         if isinstance(item, SerialIds):
-            shortened_items.append(item.first(limit))
+            kept.append(item.first(limit))
             limit -= item.size
             continue
         branches, texts = [], []
@@ -320,21 +353,8 @@ def shortened(items: Sequence[ItemIds], limit: int, last_branch: int = 0) -> tup
             texts.append(text.first(max(0, limit)))
             branches.append(branch[: len(branch) - len(text.ids) + len(texts[-1].ids)])
             limit = 0 if place == last and number == last_branch else limit - text.size
-        shortened_items.append(item._replace(branches=tuple(branches), texts=tuple(texts)))
-    return tuple(shortened_items)
-
-
-def _limited_output(output: RequestOutput, config: EngineConfig, limit: int | None) -> RequestOutput:
-    """Return an output without the tokens that exceed the budgets of plain text and of all tokens."""
-    items = output.items
-    content = count_content(items)
-    last_branch = min(output.exhausted, default=0)
-    if not last_branch and (limit is None or limit > content):
-        return output
-    shortened_items = shortened(items, content + 1 if limit is None else limit, last_branch)
-    if count_content(shortened_items) == content and len(shortened_items) == len(items):
-        return output
-    return replace(output, items=shortened_items, token_ids=join(shortened_items, config.special))
+        kept.append(item._replace(branches=tuple(branches), texts=tuple(texts)))
+    return kept
 
 
 def count_content(items: Sequence[ItemIds]) -> int:
@@ -375,11 +395,10 @@ def _tokens_until(items: Sequence[ItemIds], codec: Codec, end: int) -> int:
             continue
         for part in (segment.lead, segment.ids):
             stream = codec.text.stream()
-            for place in range(1, len(part) + 1):
-                stream.extend(part[:place])
-                if len(stream.text) >= end:
-                    return count + place
-            count, end = count + len(part), end - len(stream.text)
+            for token in part:
+                count, end = count + 1, end - len(stream.decode([token]))
+                if end <= 0:
+                    return count
         return count
     return count
 
@@ -394,17 +413,15 @@ def make_result(
     decisions: int,
 ) -> Result:
     """Return an answer as the user gets it; without a tokenizer, texts are empty."""
-    items, token_ids = output.items, output.token_ids
-    filled = output.template
-    plain = () if codec is None else _structure(items, codec)
-    structure = plain if filled is None else filled.structure
+    items, token_ids, filled = output.items, output.token_ids(config), output.template
+    structure = filled.structure if filled is not None else () if codec is None else _structure(items, codec)
     reason = {RUNNING: None, STOP: "length" if output.cut else "stop", LENGTH: "length"}[output.finish]
     match = first_match(plain_text(structure), request.params.stop)
     if match is not None:
         assert codec is not None
         items = shortened(items, _tokens_until(items, codec, match.end))
         structure = beginning(structure, match.start)
-        token_ids = token_ids if filled else join(items, config.special)
+        token_ids = token_ids if filled else replace(output, items=items, end=[], shortened=True).token_ids(config)
         reason = "stop"
     text = plain_text(structure)
     if filled is not None:
@@ -427,8 +444,7 @@ def make_result(
         decisions=decisions,
         seconds=dict(seconds),
     )
-    tokens = [int(token) for token in token_ids]
-    return Result(text, structure, tokens, reason, stats, list(request.prompt))
+    return Result(text, structure, token_ids, reason, stats, list(request.prompt))
 
 
 def content_segments(config: EngineConfig, ids: list[int]) -> list[range]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
-
-import numpy as np
 
 from aspd_jax.tokens import BlockIds, Codec, SerialIds, TextStream
 from infer.answers.answer import RequestOutput, Result
@@ -83,8 +81,30 @@ class StopFilter:
         return passed + done
 
 
+@dataclass
+class _Segment:
+    """What a reader has decoded and shown of a segment.
+
+    Attributes:
+        stream: decoder of its ids; None: the model has no tokenizer.
+        decoded: number of ids that are decoded.
+        text: decoded text that no event has.
+        searched: characters of `text` that were searched for stop strings.
+        tokens, characters: tokens and characters in events.
+        ended: whether its end is in events.
+    """
+
+    stream: TextStream | None
+    text: str
+    decoded: int = 0
+    searched: int = 0
+    tokens: int = 0
+    characters: int = 0
+    ended: bool = False
+
+
 class EventReader:
-    """Reader of the events of an answer since the last call.
+    """Reader of the events of an answer since the last call; its cost does not depend on what was read before.
 
     Args:
         codec: codec of the model's tokenizer; None: texts are empty.
@@ -97,12 +117,9 @@ class EventReader:
         self._filter = StopFilter(stop)
         self._before = None if end_at_repeat is None else re.compile(end_at_repeat)
         self._repeats, self._so_far = False, ""
-        self._tokens: dict[tuple[int, int], int] = {}  # (item, branch) -> tokens in events
-        self._text: dict[tuple[int, int], int] = {}  # characters in events
-        self._streams: dict[tuple[int, int], TextStream] = {}
-        self._forked: set[int] = set()
-        self._merged: set[int] = set()
-        self._ended: set[tuple[int, int]] = set()
+        self._place, self._blocks = 0, 0  # items and blocks whose events are complete
+        self._segments: dict[int, _Segment] = {}  # segments of the next item, by branch
+        self._forked = False  # whether the next item is a block with a `fork`
 
     @property
     def stopped(self) -> bool:
@@ -119,32 +136,19 @@ class EventReader:
                 order. With stop strings this is always the case.
         """
         events: list[Event] = []
-        block, in_order = 0, in_order or bool(self._stop)
-        for number, item in enumerate(output.items):
-            last = number + 1 == len(output.items) and result is None
+        in_order = in_order or bool(self._stop)
+        for number in range(self._place, len(output.items)):
+            item, last = output.items[number], number + 1 == len(output.items) and result is None
             if isinstance(item, SerialIds):
-                if (number, 0) not in self._ended:
-                    events += self._segment((number, 0), 0, item, growing=last)
-                if not last:
-                    self._ended.add((number, 0))
-                continue
-            block += 1
-            if number not in self._forked:
-                self._forked.add(number)
-                events.append(Event("fork", block, titles=tuple(self._title(title) for title in item.titles)))
-            growing = output.open_branches if last else ()
-            for branch, text in enumerate(item.texts, 1):
-                key = (number, branch)
-                if key not in self._ended:
-                    events += self._segment(key, block, text, growing=branch in growing)
-                    if branch not in growing:
-                        self._ended.add(key)
-                        events.append(Event("branch", block, branch, text=self._final(text)))
-                if in_order and branch in growing:
-                    break
-            if not growing and number not in self._merged:
-                self._merged.add(number)
-                events.append(Event("merge", block))
+                events += self._read(0, item, growing=last)
+                complete = not last
+            else:
+                growing = output.open_branches if last else frozenset()
+                events += self._read_block(item, growing, in_order)
+                complete = not growing
+            if complete:
+                self._place, self._blocks = number + 1, self._blocks + isinstance(item, BlockIds)
+                self._segments, self._forked = {}, False
         if self._before is not None and events:
             self._so_far += "".join(event.text for event in events if event.kind == "token")
             self._repeats = repeats_an_object(self._so_far, self._before)
@@ -157,38 +161,60 @@ class EventReader:
 
         The first open branch is left out: `stopped` is true when its text contains a stop string.
         """
-        last = output.items[-1] if output.items else None
-        if not isinstance(last, BlockIds) or not output.open_branches or self._codec is None:
+        if not self._stop or not output.open_branches or self._codec is None:
             return []
-        number, first = len(output.items) - 1, min(output.open_branches)
-        for branch, text in enumerate(last.texts, 1):
-            if branch > first and first_match(self._growing((number, branch), text), self._stop):
+        first, longest = min(output.open_branches), max(map(len, self._stop))
+        for branch, text in enumerate(output.block.texts, 1):
+            if branch <= first:
+                continue
+            segment = self._decoded(branch, text)
+            if first_match(segment.text[max(0, segment.searched - longest) :], self._stop):
                 return [other for other in sorted(output.open_branches) if other >= branch]
+            segment.searched = len(segment.text)
         return []
 
-    def _segment(self, key: tuple[int, int], block: int, segment: SerialIds, growing: bool) -> list[Event]:
-        before, shown = self._tokens.get(key, 0), self._text.get(key, 0)
-        text = self._growing(key, segment) if growing else self._final(segment)
-        if segment.size <= before and len(text) <= shown:
+    def _read_block(self, item: BlockIds, growing: Collection[int], in_order: bool) -> list[Event]:
+        """Return the new events of a block; `growing`: branches that are open."""
+        events, block = [], self._blocks + 1
+        if not self._forked:
+            self._forked = True
+            events.append(Event("fork", block, titles=tuple(map(self._title, item.titles))))
+        for branch, text in enumerate(item.texts, 1):
+            events += self._read(branch, text, branch in growing)
+            if in_order and branch in growing:
+                break
+        return events if growing else [*events, Event("merge", block)]
+
+    def _read(self, branch: int, ids: SerialIds, growing: bool) -> list[Event]:
+        """Return the new events of a segment; `branch`: 0 is serial text."""
+        segment = self._decoded(branch, ids)
+        if segment.ended:
             return []
-        self._tokens[key], self._text[key] = max(before, segment.size), max(shown, len(text))
-        new = tuple([*segment.lead.tolist(), *segment.ids.tolist()][before:])
-        return [Event("token", block, key[1], text=text[shown:], token_ids=new)]
+        if growing:
+            text, segment.text = segment.text, ""
+        else:
+            whole = "" if self._codec is None else self._codec.text.text_of(ids)
+            text = whole[segment.characters :]
+        tokens = (*ids.lead[segment.tokens :], *ids.ids[max(0, segment.tokens - len(ids.lead)) :])
+        segment.tokens, segment.characters = segment.tokens + len(tokens), segment.characters + len(text)
+        segment.ended = not growing
+        block = self._blocks + 1 if branch else 0
+        events = [Event("token", block, branch, text=text, token_ids=tokens)] if text or tokens else []
+        return [*events, Event("branch", block, branch, text=whole)] if branch and not growing else events
 
-    def _growing(self, key: tuple[int, int], segment: SerialIds) -> str:
-        """Return the part of the text of a segment that later tokens cannot change."""
-        if self._codec is None:
-            return ""
-        if key not in self._streams:
-            self._streams[key] = self._codec.text.stream()
-        self._streams[key].extend(segment.ids)
-        lead = self._codec.text.decode(segment.lead) if segment.lead.size else ""
-        return lead + self._streams[key].text
+    def _decoded(self, branch: int, ids: SerialIds) -> _Segment:
+        """Return a segment of the next item, its tokens decoded as far as later ones cannot change their text."""
+        codec = None if self._codec is None else self._codec.text
+        if branch not in self._segments:
+            lead = codec.decode(ids.lead) if codec and ids.lead else ""
+            self._segments[branch] = _Segment(None if codec is None else codec.stream(), lead)
+        segment, new = self._segments[branch], ids.ids[self._segments[branch].decoded :]
+        if segment.stream is not None:
+            segment.text += segment.stream.decode(new)
+        segment.decoded += len(new)
+        return segment
 
-    def _final(self, segment: SerialIds) -> str:
-        return "" if self._codec is None else self._codec.text.text_of(segment)
-
-    def _title(self, ids: np.ndarray) -> str:
+    def _title(self, ids: list[int]) -> str:
         return "" if self._codec is None else self._codec.text.decode(ids) or self._codec.text.spell(ids)
 
 

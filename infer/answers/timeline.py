@@ -46,7 +46,7 @@ def timeline(config: EngineConfig, result: Result) -> list[Span]:
             spans.append(Span("serial", 0, at, at + len(item.ids), "", len(item.ids)))
             at += len(item.ids)
             continue
-        if item.number.size:  # tags between leads are known, and take no step
+        if item.number:  # tags between leads are known, and take no step
             size = 2 + len(item.number) + sum(1 + len(title) for title in item.titles)
         else:
             size = 1 + sum(2 + len(title) for title in item.titles)

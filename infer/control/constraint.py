@@ -54,7 +54,7 @@ class Constraint(Controller):
 
     def _accepts(self, items: Sequence[ItemIds]) -> bool:
         """Return whether the grammars accept the end of the serial text and of every branch."""
-        serial = [int(token) for item in items if isinstance(item, SerialIds) for token in item.ids]
+        serial = [token for item in items if isinstance(item, SerialIds) for token in item.ids]
         branches = [text.ids for item in items if not isinstance(item, SerialIds) for text in item.texts]
         return (self._serial is None or self._serial.accepts(serial)) and (
             self._branch is None or all(map(self._branch.accepts, branches))
@@ -75,12 +75,12 @@ class Constraint(Controller):
 
     def follow(self, output: RequestOutput) -> RowGuidance:
         """Return token masks, known tokens and draft tokens of the constrained segments."""
-        if output.opening.size:
+        if output.opening:
             return self._opened(self._inner.follow(output))
         if not output.items:
             return self._inner.follow(output)
         number, last = len(output.items) - 1, output.items[-1]
-        grown: dict[tuple[int, int], np.ndarray] = {}
+        grown: dict[tuple[int, int], list[int]] = {}
         masks: dict[int, Sequence[np.ndarray]] = {}
         if isinstance(last, SerialIds):
             grown = {(number, 0): last.ids} if self._serial else {}
@@ -108,8 +108,7 @@ class Constraint(Controller):
 
     def _known_limit(self, output: RequestOutput, length: int) -> int:
         """Return how many known tokens may be fed with the pending token of a segment that has `length` tokens."""
-        size = output.token_ids.size
-        left = min(self._budget, self._params.max_content_tokens or self._budget) - size
+        left = min(self._budget, self._params.max_content_tokens or self._budget) - output.size
         open_branches = max(1, len(output.open_branches))
         within = self._params.max_branch_tokens - length if output.open_branches else left
         return known_limit(min(left // open_branches, within) - RESERVE, self._config)
@@ -122,7 +121,7 @@ class Constraint(Controller):
             self._matchers[key] = fresh.copy()
         return self._matchers[key]
 
-    def _grown(self, key: tuple[int, int], ids: np.ndarray, limit: int) -> list[int]:
+    def _grown(self, key: tuple[int, int], ids: list[int], limit: int) -> list[int]:
         """Follow a segment; return its known tokens, which count as followed."""
         matcher = self._matcher(key)
         matcher.take(ids[self._followed.get(key, 0) :])

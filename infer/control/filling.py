@@ -262,7 +262,7 @@ class Filling(Controller):
     def _tokens_left(self, output: RequestOutput) -> int:
         """Return the tokens of the budget that later blocks do not need for leads and ends."""
         later = self._blocks[len(self._begun) :]
-        return self._request.budget - output.token_ids.size - needed_tokens(later)
+        return self._request.budget - output.size - needed_tokens(later)
 
     def _known_limit(self, state: HoleState, tokens_left: int) -> int:
         """Return how many known tokens may be fed with the pending token of a branch."""

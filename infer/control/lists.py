@@ -110,8 +110,8 @@ class Lists(Controller):
 
     def read(self, output: RequestOutput) -> RequestOutput:
         """Return an output with its lists as blocks."""
-        serial, end = output.serial_ids, output.serial_ids[:0]
-        if output.finish == STOP and serial.size and int(serial[-1]) in self._config.end:
+        serial, end = output.serial_ids, list[int]()
+        if output.finish == STOP and serial and serial[-1] in self._config.end:
             serial, end = serial[:-1], serial[-1:]
         if output.finish != RUNNING and self._list is not None and self._list.checked:
             self._end_list(self._list, complete=True)
@@ -120,19 +120,11 @@ class Lists(Controller):
             items, growing = [*self._items, SerialIds(shown[self._after :])], frozenset[int]()
         else:
             items, growing = self._with_list(self._list)
-        texts = [text.ids for item in items for text in ([item] if isinstance(item, SerialIds) else item.texts)]
-        read = replace(
-            output,
-            items=tuple(items),
-            token_ids=np.concatenate([*texts, end]),
-            open_branches=growing,
-            discarded=self._hidden,
-        )
-        return read
+        return replace(output, items=items, end=end, open_branches=growing, discarded=self._hidden)
 
     def follow(self, output: RequestOutput) -> RowGuidance:
         """Return what follows the last tokens of a sequence that waits."""
-        serial = output.serial_ids.tolist()
+        serial = output.serial_ids
         if self._list is None:
             return self._follow_text(serial, output)
         if self._list.checked:
@@ -286,7 +278,7 @@ class Lists(Controller):
         for number, item in enumerate(opened.items, 1):
             if not item.growing:
                 continue
-            left[number] = self._read_body(opened, item, output.branch_ids[number - 1].tolist())
+            left[number] = self._read_body(opened, item, output.branch_ids[number - 1])
             if not item.growing:
                 closed.add(number)
         if any(item.growing for item in opened.items):
@@ -352,29 +344,29 @@ class Lists(Controller):
         """
         kept = opened.items[: opened.checked]
         self._hidden += sum(len(item.shown) for item in opened.items[opened.checked :])
-        ids = [np.asarray(item.final, np.int32) for item in kept]
+        ids = [item.final for item in kept]
         if complete:
             last = kept[-1]
-            ids[-1] = np.asarray(self._encode(opened.form.item(len(kept) - 1, last.lead) + last.body), np.int32)
-        before = np.asarray(opened.before[self._after :], np.int32)
+            ids[-1] = self._encode(opened.form.item(len(kept) - 1, last.lead) + last.body)
+        before = opened.before[self._after :]
         if len(kept) > 1:
             self._items += [SerialIds(before), self._block(kept, ids)]
         else:
-            self._items.append(SerialIds(np.concatenate([before, *ids])))
+            self._items.append(SerialIds(before + ids[0]))
         self._after = len(opened.before) + sum(len(item.final) for item in kept)
         self._list, self._line, self._refused = None, None, opened.form
 
     def _with_list(self, opened: OpenList) -> tuple[list[ItemIds], frozenset[int]]:
         """Return the items of an answer whose last one is a list under way, and the numbers of unchecked branches."""
-        before = SerialIds(np.asarray(opened.before[self._after :], np.int32))
+        before = SerialIds(opened.before[self._after :])
         if not opened.items[-1].head:
             return [*self._items, before], frozenset()
-        ids = [np.asarray(item.final or item.shown, np.int32) for item in opened.items]
+        ids = [item.final or item.shown for item in opened.items]
         growing = frozenset(range(opened.checked + 1, len(opened.items) + 1))
         return [*self._items, before, self._block(opened.items, ids)], growing
 
-    def _block(self, items: Sequence[Item], ids: Sequence[np.ndarray]) -> BlockIds:
-        titles = tuple(np.asarray(self._codec.byte_tokens.encode(item.lead), np.int32) for item in items)
+    def _block(self, items: Sequence[Item], ids: Sequence[list[int]]) -> BlockIds:
+        titles = tuple(self._codec.byte_tokens.encode(item.lead) for item in items)
         return BlockIds(titles, tuple(ids), tuple(map(SerialIds, ids)))
 
     # Tokens, positions and budgets

@@ -80,9 +80,9 @@ class Tags(Controller):
 
     def follow(self, output: RequestOutput) -> RowGuidance:
         """Return what follows the last token of a sequence that waits (`RequestOutput.opening`)."""
-        if not output.opening.size:
+        if not output.opening:
             return RowGuidance()
-        block = self._read(output.opening.tolist())
+        block = self._read(output.opening)
         if block.size == 1:
             return self._open(block, output)
         if block.last == self._special.parallel_start:

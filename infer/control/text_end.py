@@ -25,11 +25,11 @@ class TextEnd(Controller):
     Args:
         inner: controller of the answer otherwise.
         reader: reader of the answer's text, which has the events of each output before `follow`.
-        filled: whether the answer is a template.
+        untagged: see `Request`; no grammar then decides about the end.
     """
 
-    def __init__(self, inner: Controller, reader: EventReader | FilledReader, filled: bool) -> None:
-        self._inner, self._reader, self._filled = inner, reader, filled
+    def __init__(self, inner: Controller, reader: EventReader | FilledReader, untagged: bool) -> None:
+        self._inner, self._reader, self._untagged = inner, reader, untagged
 
     @property
     def error(self) -> str:
@@ -40,7 +40,7 @@ class TextEnd(Controller):
 
     def read(self, output: RequestOutput) -> RequestOutput:
         # A grammar does not have to accept the text up to a stop string or a repeated object.
-        return output if self._reader.stopped and not self._filled else self._inner.read(output)
+        return output if self._reader.stopped and not self._untagged else self._inner.read(output)
 
     def follow(self, output: RequestOutput) -> RowGuidance:
         if self._reader.stopped:

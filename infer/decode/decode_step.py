@@ -16,7 +16,7 @@ from aspd_jax.layout import Array
 from aspd_jax.model.cache import Bucket
 from infer.decode.derived import Derived, derive
 from infer.decode.grammar import LaneTokens, legal_tokens, read_tokens
-from infer.decode.inputs import Inputs, Lanes, StepPlan, Widths, next_inputs, plan_step, widths
+from infer.decode.inputs import Inputs, Lanes, StepPlan, Widths, max_lanes, next_inputs, plan_step, widths
 from infer.decode.packed import Packed
 from infer.decode.sampling import sample, scripted
 from infer.decode.speculation import continues, drafts_from_heads, drafts_from_text, hide_rejected
@@ -26,13 +26,19 @@ from infer.decode.state import (
     PARALLEL,
     PROMPT,
     RUNNING,
+    Budget,
+    Counters,
     DecodeState,
     EngineConfig,
     SequenceState,
+    replicate,
     shard_state,
     waiting,
 )
 from infer.decode.transition import advance, hold_masked, hold_silent
+
+LOG_STEPS = 16  # minimum steps of a run whose tokens fit its log
+MIN_LOG = 1024  # minimum tokens of a log
 
 
 def forward(params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, bucket: Bucket) -> tuple[Any, Any]:
@@ -51,7 +57,7 @@ def logits_of(params: Any, config: EngineConfig, inputs: Inputs, hidden: jax.Arr
 
 def step(
     params: Any, state: DecodeState, plan: StepPlan, config: EngineConfig, bucket: Bucket, drafting: bool = False
-) -> tuple[DecodeState, StepPlan]:
+) -> tuple[DecodeState, StepPlan, jax.Array]:
     """Feed the due tokens that fit, and take the tokens sampled after them.
 
     Args:
@@ -63,7 +69,8 @@ def step(
         drafting: whether to feed the draft tokens of the state and make new ones; if false, the state has none.
 
     Returns:
-        The state after the step, and the plan of the next one.
+        The state after the step, the plan of the next one, and the tokens that segments took (`taken_tokens`), int32
+        [K, 3]; those of a segment in their order.
     """
     derived, inputs = plan.derived, next_inputs(state, plan, config, bucket, drafting)
     hidden, cache = forward(params, state, config, inputs, bucket)
@@ -74,15 +81,22 @@ def step(
         tokens = sample_lanes(logits, state, derived, config, inputs.lanes)
         state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.token, bool))
         state = hold_masked(state, inputs.lanes)
-        return state, plan_step(state, config, bucket)
-    state, derived, count = _verify(state, derived, config, inputs, logits)
+        return state, plan_step(state, config, bucket), taken_tokens(state, inputs.lanes, tokens.token[None])
+    state, derived, taken = _verify(state, derived, config, inputs, logits)
+    count = jnp.sum(taken >= 0, axis=0)
     state = hold_masked(hide_rejected(state, inputs, count), inputs.lanes)
     if config.drafts == "heads":
         draft = drafts_from_heads(params, state, config, inputs, hidden, count)
     else:
         draft = drafts_from_text(state, derived, config, bucket.slots)
     state = state._replace(sequence=state.sequence._replace(draft=draft))
-    return state, plan_step(state, config, bucket)
+    return state, plan_step(state, config, bucket), taken_tokens(state, inputs.lanes, taken)
+
+
+def taken_tokens(state: DecodeState, lanes: Lanes, tokens: jax.Array) -> jax.Array:
+    """Return row (B: none), segment and token of each of the tokens of lanes, [R, L]; -1: none; int32 [R L, 3]."""
+    row = jnp.where(tokens >= 0, lanes.row, state.sequence.cursor.phase.size)
+    return jnp.stack(jnp.broadcast_arrays(row, lanes.branch, tokens), axis=-1).reshape(-1, 3)
 
 
 def sample_lanes(
@@ -101,7 +115,7 @@ def _verify(
     The loop runs at least once, also without lanes: what it returns is derived from the state that it returns.
 
     Returns:
-        The state, the quantities derived from it, and the number of tokens of each lane, int32 [L].
+        The state, the quantities derived from it, and the tokens of each lane, int32 [1 + D, L]; -1: none.
     """
     assert inputs.drafts is not None
     lanes, size = inputs.lanes, inputs.lanes.row.size
@@ -116,7 +130,7 @@ def _verify(
     def body(
         carry: tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array],
     ) -> tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array]:
-        sequence, derived, nth, active, counts = carry
+        sequence, derived, nth, active, taken = carry
         mask = jax.lax.dynamic_slice_in_dim(state.token_mask, nth, 1, axis=2)
         now = state._replace(sequence=sequence, token_mask=mask)
         nth_logits = jnp.take(all_logits, nth, axis=1)
@@ -124,14 +138,15 @@ def _verify(
         tokens = sample_lanes(nth_logits, now, derived, config, moved)
         now = advance(now, derived, config, lanes, tokens, active)
         derived = derive(now.sequence, config)
+        taken = taken.at[nth].set(jnp.where(active, tokens.token, -1))
         active &= (tokens.token == drafts[:, nth]) & continues(now, derived, lanes)
-        return now.sequence, derived, nth + 1, active, counts + active
+        return now.sequence, derived, nth + 1, active, taken
 
-    start = state.sequence, derived, jnp.int32(0), began, began.astype(jnp.int32)
-    sequence, derived, _, _, counts = jax.lax.while_loop(more, body, start)
+    start = state.sequence, derived, jnp.int32(0), began, jnp.full((1 + config.draft_tokens, size), -1, jnp.int32)
+    sequence, derived, _, _, taken = jax.lax.while_loop(more, body, start)
     counters = sequence.counters
     counters = counters._replace(segments=counters.segments.at[lanes.row].add(began, mode="drop"))
-    return state._replace(sequence=sequence._replace(counters=counters)), derived, counts
+    return state._replace(sequence=sequence._replace(counters=counters)), derived, taken
 
 
 def count_step(s: SequenceState, fed: jax.Array) -> SequenceState:
@@ -162,16 +177,35 @@ class StopConditions(NamedTuple):
     join: Bool[Array, ""]
 
 
+class TokenLog(NamedTuple):
+    """Tokens that segments took in a run.
+
+    Attributes:
+        entries: row, segment (0 serial, k branch k) and token, those of a segment in their order.
+        size: number of entries.
+    """
+
+    entries: Int32[Array, "E 3"]
+    size: Int32[Array, ""]
+
+    def append(self, taken: jax.Array, batch: int) -> TokenLog:
+        """Return the log with the tokens of a step, int32 [K, 3]; `batch`: B, the row of those that are none."""
+        used = taken[:, 0] < batch
+        place = jnp.where(used, self.size + jnp.cumsum(used) - 1, self.entries.shape[0])
+        return TokenLog(self.entries.at[place].set(taken, mode="drop"), self.size + jnp.sum(used, dtype=jnp.int32))
+
+
 class StepSummary(NamedTuple):
-    """Summary of a state, for the host between runs.
+    """Summary of a state, and the tokens taken in the run before it, for the host between runs.
 
     Attributes:
         tokens, lanes: `Widths` of the next step.
         steps_left: steps of `StopConditions.steps` that are left.
-        phase, finish: see `Cursor`.
+        phase, finish, position: see `Cursor`.
         waits: whether a segment waits for the host.
-        steps, parallel_steps, segments, accepted: see `Counters`.
+        counters, budget, draft: see `SequenceState`.
         length: slots in use in the cache.
+        log: tokens that were taken.
     """
 
     tokens: Int32[Array, " B"]
@@ -179,12 +213,13 @@ class StepSummary(NamedTuple):
     steps_left: Int32[Array, ""]
     phase: Int32[Array, " B"]
     finish: Int32[Array, " B"]
+    position: Int32[Array, " B"]
     waits: Bool[Array, " B"]
-    steps: Int32[Array, " B"]
-    parallel_steps: Int32[Array, " B"]
-    segments: Int32[Array, " B"]
-    accepted: Int32[Array, " B"]
+    counters: Counters
+    budget: Budget
+    draft: Int32[Array, "B N D"]
     length: Int32[Array, " B"]
+    log: TokenLog
 
 
 @partial(jax.jit, static_argnames="config")
@@ -196,25 +231,26 @@ def summarise(state: DecodeState, config: EngineConfig, steps_left: jax.Array | 
         config: configuration of the engine.
         steps_left: steps of `StopConditions.steps` that are left.
     """
-    return _summary(state, widths(state, derive(state.sequence, config)), steps_left)
+    return _summary(state, widths(state, derive(state.sequence, config)), steps_left, empty_log(0))
 
 
-def _summary(state: DecodeState, need: Widths, steps_left: jax.Array | int) -> Packed[StepSummary]:
+def _summary(state: DecodeState, need: Widths, steps_left: jax.Array | int, log: TokenLog) -> Packed[StepSummary]:
     """Return the summary of a state with these widths of its next step."""
-    cursor, counters = state.sequence.cursor, state.sequence.counters
+    s = state.sequence
     return Packed.pack(
         StepSummary(
             tokens=need.tokens,
             lanes=need.lanes,
             steps_left=jnp.int32(steps_left),
-            phase=cursor.phase,
-            finish=cursor.finish,
-            waits=waiting(state.sequence),
-            steps=counters.steps,
-            parallel_steps=counters.parallel_steps,
-            segments=counters.segments,
-            accepted=counters.accepted,
+            phase=s.cursor.phase,
+            finish=s.cursor.finish,
+            position=s.cursor.position,
+            waits=waiting(s),
+            counters=s.counters,
+            budget=s.budget,
+            draft=s.draft,
             length=state.cache.length,
+            log=log,
         )
     )
 
@@ -228,7 +264,7 @@ def run(
     bucket: Bucket,
     drafting: bool,
 ) -> tuple[DecodeState, Packed[StepSummary]]:
-    """Run steps until a stop condition holds, a sequence begins to wait, or the due tokens do not fit the bucket.
+    """Run steps until a stop condition holds, a sequence begins to wait, or the next step does not fit bucket or log.
 
     The plan of a step is made once: by the step before it, or before the loop.
     """
@@ -236,10 +272,12 @@ def run(
         state = state._replace(sequence=state.sequence._replace(draft=jnp.full_like(state.sequence.draft, -1)))
     running = jnp.sum(state.sequence.cursor.finish == RUNNING)
     prompts = jnp.sum(state.sequence.cursor.phase == PROMPT)
-    waited = jnp.sum(waiting(state.sequence))
+    waited, batch = jnp.sum(waiting(state.sequence)), state.cache.length.size
+    step_tokens = max_lanes(config, batch, bucket) * (1 + drafting * config.draft_tokens)
+    log = empty_log(max(MIN_LOG, LOG_STEPS * step_tokens))
 
-    def more(carry: tuple[DecodeState, StepPlan, jax.Array]) -> jax.Array:
-        state, plan, left = carry
+    def more(carry: tuple[DecodeState, StepPlan, TokenLog, jax.Array]) -> jax.Array:
+        state, plan, log, left = carry
         cursor, need = state.sequence.cursor, plan.need
         is_prompt = cursor.phase == PROMPT
         tokens = jnp.where(plan.rows, need.tokens, 0)
@@ -257,13 +295,21 @@ def run(
             (jnp.sum(is_prompt) < prompts) | (jnp.sum(waiting(state.sequence)) > waited) | (conditions.join & finished)
         )
         is_narrow = jnp.sum(tokens) <= conditions.smaller
+        fits &= log.size + step_tokens <= log.entries.shape[0]
         return (left > 0) & jnp.any(tokens > 0) & fits & ~changed & ~is_narrow
 
-    def body(carry: tuple[DecodeState, StepPlan, jax.Array]) -> tuple[DecodeState, StepPlan, jax.Array]:
-        state, plan, left = carry
-        state, plan = step(params, state, plan, config, bucket, drafting)
-        return shard_state(state, config.mesh), plan, left - 1
+    def body(
+        carry: tuple[DecodeState, StepPlan, TokenLog, jax.Array],
+    ) -> tuple[DecodeState, StepPlan, TokenLog, jax.Array]:
+        state, plan, log, left = carry
+        state, plan, taken = step(params, state, plan, config, bucket, drafting)
+        return shard_state(state, config.mesh), plan, replicate(log.append(taken, batch), config.mesh), left - 1
 
-    start = state, plan_step(state, config, bucket), jnp.int32(conditions.steps)
-    state, plan, left = jax.lax.while_loop(more, body, start)
-    return state, _summary(state, plan.need, left)
+    start = state, plan_step(state, config, bucket), log, jnp.int32(conditions.steps)
+    state, plan, log, left = jax.lax.while_loop(more, body, start)
+    return state, _summary(state, plan.need, left, log)
+
+
+def empty_log(size: int) -> TokenLog:
+    """Return a log without entries; `size`: E."""
+    return TokenLog(jnp.zeros((size, 3), jnp.int32), jnp.int32(0))

@@ -27,7 +27,6 @@ from infer.decode.state import (
     FORK,
     MERGE,
     NO_LIMIT,
-    PARALLEL,
     RUNNING,
     SERIAL,
     DecodeState,
@@ -119,7 +118,7 @@ class Guidance(NamedTuple):
         ending, closed, emptied: branches that end.
         merges: sequences that merge.
         finish: new values of `Cursor.finish`; RUNNING: unchanged.
-        resume_at, spent, content, discarded: see `RowGuidance`.
+        resume_at, spent, content: see `RowGuidance`.
     """
 
     row: Int32[Array, " P"]
@@ -147,7 +146,6 @@ class Guidance(NamedTuple):
     resume_at: Int32[Array, " B"]
     spent: Int32[Array, " B"]
     content: Int32[Array, " B"]
-    discarded: Int32[Array, " B"]
 
 
 def guidance_arrays(
@@ -172,7 +170,7 @@ def guidance_arrays(
     ]
     size = max(min_size, len(entries))
     size = 1 if size == 1 else next_power(max(size, 1 + config.max_branches))
-    numbers = ("branches", "finish", "resume_at", "spent", "content", "discarded")
+    numbers = ("branches", "finish", "resume_at", "spent", "content")
     arrays: dict[str, Any] = {name: np.zeros(batch, np.int32) - (name == "resume_at") for name in numbers}
     arrays |= {
         "row": np.full(size, batch, np.int32),
@@ -251,7 +249,6 @@ def _take_back(state: DecodeState, guidance: Guidance) -> DecodeState:
     s, cache, takes = state.sequence, state.cache, guidance.resume_at >= 0
     hidden = takes[:, None] & (cache.layout.position >= guidance.resume_at[:, None])
     layout = cache.layout._replace(sequence=jnp.where(hidden, 0, cache.layout.sequence))
-    longest = jnp.where(takes & (s.cursor.phase == PARALLEL), jnp.max(s.segments.sampled[:, 1:], axis=1), 0)
     ends = jnp.where(layout.sequence > 0, 1 + jnp.arange(layout.sequence.shape[1]), 0)
     length = jnp.where(takes, jnp.max(ends, axis=1), cache.length)
     s = s._replace(
@@ -261,7 +258,6 @@ def _take_back(state: DecodeState, guidance: Guidance) -> DecodeState:
         ),
         segments=s.segments._replace(queued=jnp.where(takes[:, None], 0, s.segments.queued)),
         branches=s.branches._replace(live=s.branches.live & ~takes[:, None]),
-        counters=s.counters._replace(critical_path=s.counters.critical_path + longest),
     )
     return state._replace(sequence=s, cache=cache._replace(layout=layout, length=length))
 
@@ -273,10 +269,6 @@ def _go_on(s: SequenceState, guidance: Guidance) -> SequenceState:
     return s._replace(
         cursor=cursor._replace(phase=jnp.where(goes_on, SERIAL, cursor.phase), **rule),
         budget=s.budget._replace(tokens=s.budget.tokens - guidance.spent, content=s.budget.content - guidance.content),
-        counters=s.counters._replace(
-            discarded=s.counters.discarded + guidance.discarded,
-            critical_path=s.counters.critical_path - guidance.discarded,
-        ),
     )
 
 
@@ -326,9 +318,6 @@ def _open_blocks(s: SequenceState, guidance: Guidance) -> SequenceState:
             block_tokens=jnp.where(opens, budget.tokens, budget.block_tokens),
             block_content=jnp.where(opens, budget.content, budget.block_content),
             exhausted=cleared(budget.exhausted),
-        ),
-        counters=s.counters._replace(
-            blocks=s.counters.blocks + opens, branches=s.counters.branches + guidance.branches
         ),
     )
 

@@ -322,14 +322,6 @@ def due_tokens(state: DecodeState, derived: Derived, config: EngineConfig, row: 
     return Pending(tokens, Layout(position, is_due.astype(jnp.int32), block, segment), lane)
 
 
-def pending_tokens(state: DecodeState, derived: Derived, config: EngineConfig, size: int) -> Pending:
-    """Return all pending tokens of answers, [B, size], also those that are not due; no prompts, no draft tokens."""
-    everything = derived._replace(due=state.sequence.segments.queued, grows=jnp.zeros_like(derived.grows))
-    shape = derived.due.shape[0], size
-    row, place = jnp.broadcast_to(jnp.arange(shape[0])[:, None], shape), jnp.broadcast_to(jnp.arange(size), shape)
-    return due_tokens(state, everything, config, row, place)
-
-
 def _segment_at(due: jax.Array, row: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the segments of tokens, from their places in the sequence, and their indices in the queues."""
     ends = jnp.cumsum(due, axis=1)

@@ -1,7 +1,6 @@
-"""Operations of the host on rows of the state between steps: admission, copies, outputs, stops and limits.
+"""Operations of the host on rows of the state between steps: admission, copies, stops and limits.
 
-B rows, M rows that are read, N maximum branches, S tokens of a prompt, C cache slots, V vocabulary,
-W words of 32 tokens of it.
+B rows, N maximum branches, S tokens of a prompt, C cache slots, V vocabulary, W words of 32 tokens of it.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from jaxtyping import Int32, UInt32
 
 from aspd_jax.layout import Array, Layout
 from aspd_jax.model.cache import OTHER
-from infer.decode.derived import derive
-from infer.decode.inputs import Pending, pending_tokens, widest
 from infer.decode.packed import Packed
 from infer.decode.state import (
     NO_LIMIT,
@@ -29,7 +26,6 @@ from infer.decode.state import (
     DecodeState,
     EngineConfig,
     RequestArrays,
-    SequenceState,
     shard_state,
 )
 from infer.decode.token_classes import ANY_TEXT
@@ -174,22 +170,19 @@ def copy_slots(
     return shard_state(state._replace(cache=jax.tree.map(copied, state.cache)), config.mesh)
 
 
-class OutputSnapshot(NamedTuple):
-    """Copy of the rows that the host reads: their cache tokens, pending tokens and counters; [M, …] each."""
+class RowContents(NamedTuple):
+    """Tokens of a cache row and their layout, by slot, and number of slots in use."""
 
-    tokens: Int32[Array, "M C"]
+    tokens: Int32[Array, " C"]
     layout: Layout
-    length: Int32[Array, " M"]
-    pending: Pending
-    sequence: SequenceState
+    length: Int32[Array, ""]
 
 
-@partial(jax.jit, static_argnames="config")
-def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packed[OutputSnapshot]:
-    """Copy rows together with their pending tokens, int32 [M] row numbers; finished sequences included."""
-    pending = pending_tokens(state, derive(state.sequence, config), config, widest(config))
-    read = OutputSnapshot(state.cache.tokens, state.cache.layout, state.cache.length, pending, state.sequence)
-    return Packed.pack(jax.tree.map(lambda field: field[rows], read))
+@jax.jit
+def row_contents(state: DecodeState, row: jax.Array) -> Packed[RowContents]:
+    """Copy the contents of a cache row."""
+    cache = state.cache
+    return Packed.pack(jax.tree.map(lambda field: field[row], RowContents(cache.tokens, cache.layout, cache.length)))
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ NO_LIMIT = 1 << 30  # `Segments.left` where the host does not have to look
 MAX_BRANCHES = 1 << 12  # limit of N; blocks and branches share one number in random streams
 
 
+Tree = TypeVar("Tree")
 DraftSource = Literal["none", "lookup", "heads"]  # sources of draft tokens: the text so far, or draft heads
 
 
@@ -220,10 +221,6 @@ class Counters(NamedTuple):
     Attributes:
         steps: steps that fed tokens of the answer.
         parallel_steps: those that forked, fed branches or merged.
-        critical_path: critical path of the finished part of the answer.
-        blocks: blocks of the answer that are merged or merging.
-        branches: branches of these blocks.
-        discarded: sampled tokens that were discarded.
         drafted: draft tokens fed.
         accepted: draft tokens accepted.
         segments: segments that took tokens, summed over all steps.
@@ -231,10 +228,6 @@ class Counters(NamedTuple):
 
     steps: Int32[Array, " B"]
     parallel_steps: Int32[Array, " B"]
-    critical_path: Int32[Array, " B"]
-    blocks: Int32[Array, " B"]
-    branches: Int32[Array, " B"]
-    discarded: Int32[Array, " B"]
     drafted: Int32[Array, " B"]
     accepted: Int32[Array, " B"]
     segments: Int32[Array, " B"]
@@ -322,6 +315,14 @@ def shard_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:
         bias=named_sharding(("batch", "vocabulary"), state.bias.shape, mesh),
     )
     placed: DecodeState = jax.lax.with_sharding_constraint(state, places)
+    return placed
+
+
+def replicate(tree: Tree, mesh: Mesh | None) -> Tree:
+    """Replicate arrays over the mesh, so that every process can read them."""
+    if mesh is None:
+        return tree
+    placed: Tree = jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, PartitionSpec()))
     return placed
 
 

@@ -145,7 +145,6 @@ def _advance_serial(s: SequenceState, derived: Derived, tokens: SegmentTokens) -
             closing=jnp.zeros_like(branches.closing),
         ),
         budget=budget,
-        counters=s.counters._replace(critical_path=s.counters.critical_path + 1),
     )
 
 
@@ -157,7 +156,6 @@ def _advance_block(state: DecodeState, derived: Derived, config: EngineConfig, t
     done = ~jnp.any(live, axis=1)
     budget = _spend_branches(state, derived, config, active, closes)
     spent = (budget.tokens <= 0) | (budget.content <= 0) | jnp.any(budget.exhausted, axis=1)
-    longest = jnp.max(s.segments.sampled[:, 1:] + active, axis=1)
     return s._replace(
         cursor=s.cursor._replace(
             phase=jnp.where(done, MERGE, PARALLEL), finish=jnp.where(done & spent, LENGTH, RUNNING)
@@ -168,7 +166,6 @@ def _advance_block(state: DecodeState, derived: Derived, config: EngineConfig, t
             live=live,
         ),
         budget=budget,
-        counters=s.counters._replace(critical_path=s.counters.critical_path + jnp.where(done, longest, 0)),
     )
 
 

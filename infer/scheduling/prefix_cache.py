@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from aspd_jax.layout import Layout
+from infer.decode.slots import RowContents
 from infer.request import Request
 from infer.scheduling.admission import EMPTY_PREFIX, CachedPrefix
 
@@ -35,6 +37,21 @@ class RowMemory:
     slots: int = 0
     stamp: int = 0
     adapter: int = 0
+
+
+def read_row(contents: RowContents, adapter: int) -> RowMemory:
+    """Return the contents of a row from its copy; `adapter`: number of the adapter of its tokens."""
+    slots = int(contents.length)
+    layout = Layout(*(np.asarray(field)[:slots] for field in contents.layout))
+    anchor = np.array(layout.position)  # a block stands where it begins
+    for block in np.unique(layout.block[layout.block > 0]):
+        inside = layout.block == block
+        anchor[inside] = anchor[inside].min()
+    order = np.lexsort((layout.position, layout.branch, anchor))
+    order = order[layout.sequence[order] > 0]  # slots of hidden tokens hold none
+    elsewhere = np.flatnonzero(order != np.arange(order.size))
+    in_order = int(elsewhere[0]) if elsewhere.size else order.size
+    return RowMemory(np.asarray(contents.tokens)[order], in_order, slots, adapter=adapter)
 
 
 class Match(NamedTuple):

@@ -195,7 +195,7 @@ def _separator(blocks: Sequence[BlockIds], form: TitleForm) -> tuple[int, ...]:
     if form.leads:
         return known
     rests = [
-        branch[len(title) :].tolist()
+        branch[len(title) :]
         for block in blocks
         for title, branch in zip(_own_titles(block), block.branches, strict=True)
     ]
@@ -207,7 +207,7 @@ def _separator(blocks: Sequence[BlockIds], form: TitleForm) -> tuple[int, ...]:
     return tuple(rests[0][:common])
 
 
-def _own_titles(block: BlockIds) -> list[np.ndarray]:
+def _own_titles(block: BlockIds) -> list[list[int]]:
     """Return the title that each branch starts with; some titles may have no branch.
 
     Raises:
@@ -215,7 +215,7 @@ def _own_titles(block: BlockIds) -> list[np.ndarray]:
     """
     own = []
     for number, branch in enumerate(block.branches, 1):
-        fitting = [title for title in block.titles if branch[: len(title)].tolist() == title.tolist()]
+        fitting = [title for title in block.titles if branch[: len(title)] == title]
         if not fitting:
             raise StructureError(f"branch {number}: expected to start with a title of its block, got other tokens.")
         own.append(max(fitting, key=len))

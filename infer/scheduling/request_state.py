@@ -25,6 +25,7 @@ class RequestState:
         stream: form of the events while the answer grows, at first `Request.stream`.
         row: index of the cache row; None: the request waits, or the engine failed.
         reused: number of prompt tokens that the cache held.
+        output: the answer as far as it is read.
         prompt: contents of the row once the prompt has been fed; None: the prompt is not being fed.
         controller: decisions about the answer, since the request has a row.
         steps: steps after prefill, int [2]: outside and inside blocks.
@@ -43,6 +44,7 @@ class RequestState:
     stream: Stream
     row: int | None = None
     reused: int = 0
+    output: RequestOutput = field(default_factory=RequestOutput)
     prompt: RowMemory | None = None
     controller: Controller = field(default_factory=Controller)
     steps: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int64))
@@ -70,6 +72,7 @@ class RequestState:
     def start(self, row: int, reused: int, prompt: RowMemory, controller: Controller, now: float) -> None:
         """Record the assignment of a row; the prompt is fed next."""
         self.row, self.reused, self.prompt, self.controller = row, reused, prompt, controller
+        self.output = RequestOutput(untagged=self.request.untagged)
         self.seconds = {"queued": now - self.submitted}
 
     def end_prefill(self, serial_steps: int, now: float) -> None:

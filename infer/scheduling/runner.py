@@ -159,8 +159,8 @@ class Runner:
         if not started.drafting:
             self.drafts.note_plain(done)
         elif cost is not None:
-            segments = int(np.sum(after.segments - before.segments))
-            accepted = int(np.sum(after.accepted - before.accepted))
+            segments = int(np.sum(after.counters.segments - before.counters.segments))
+            accepted = int(np.sum(after.counters.accepted - before.counters.accepted))
             bucket = started.bucket
             self.drafts.note(cost, done, bucket.tokens, bucket.rows, bucket.slots, segments, accepted)
         return done, after

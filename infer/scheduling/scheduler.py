@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ import numpy as np
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.sizes import next_power
-from infer.answers.answer import RequestOutput, Result, copy_outputs, fetch_outputs, make_result
+from infer.answers.answer import RequestOutput, Result, logged_tokens, make_result
 from infer.answers.events import EventReader, FilledReader
 from infer.control.constraint import Constraint
 from infer.control.controller import Controller
@@ -31,7 +30,7 @@ from infer.control.text_end import TextEnd
 from infer.decode.decode_step import StepSummary, summarise
 from infer.decode.guidance import RowGuidance, guidance_arrays, guide
 from infer.decode.packed import Packed
-from infer.decode.slots import OutputSnapshot, append_text, copy_slots
+from infer.decode.slots import append_text, copy_slots, row_contents
 from infer.decode.state import LENGTH, PROMPT, RUNNING, STOP, DecodeState, EngineConfig
 from infer.decode.token_classes import TokenClasses
 from infer.request import Request
@@ -39,7 +38,7 @@ from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import MIN_PROMPT, admit_request, classes_of, new_state
 from infer.scheduling.buckets import MIN_CAPACITY
 from infer.scheduling.handle import DebugState, Handle
-from infer.scheduling.prefix_cache import Match, PrefixCache, RowMemory
+from infer.scheduling.prefix_cache import Match, PrefixCache, RowMemory, read_row
 from infer.scheduling.request_state import RequestState
 from infer.scheduling.runner import NO_LIMIT, DraftControl, InFlightSteps, Runner
 from infer.scheduling.step_cost import StepCost, measure_cost
@@ -100,6 +99,7 @@ class Scheduler:
         self._state: DecodeState | None = None
         self._summary: StepSummary | None = None  # summary of `_state`; None: outdated
         self._in_flight: InFlightSteps | None = None
+        self._unread: Packed[StepSummary] | None = None  # summary of steps whose tokens are not taken
         self._changed = False  # whether something has changed the state since the last steps were started
         self._lock = threading.RLock()
         self.last_chunk = StepStats()
@@ -237,7 +237,7 @@ class Scheduler:
 
     def _fail(self) -> None:
         """Drop the state, which may be incomplete; waiting requests continue with a new one, running ones fail."""
-        self._state, self._summary, self._in_flight, self._alone = None, None, None, None
+        self._state, self._summary, self._in_flight, self._unread, self._alone = None, None, None, None, None
         for state in self._running.values():
             self._adapters.release(state.request.adapter)
             state.fail()
@@ -286,7 +286,7 @@ class Scheduler:
         elif request.params.answer_grammar or request.params.branch_schema:
             controller = Constraint(controller, request, self._schemas, self._config)
         if request.ends_by_text:
-            controller = TextEnd(controller, state.reader, filled=request.template is not None)
+            controller = TextEnd(controller, state.reader, untagged=request.untagged)
         return controller
 
     def _end_prefills(self, summary: StepSummary) -> bool:
@@ -300,7 +300,8 @@ class Scheduler:
             if state.prompt is None or summary.phase[row] == PROMPT:
                 continue
             self._prefixes.store(row, state.prompt)
-            state.end_prefill(summary.steps[row] - summary.parallel_steps[row], now)
+            steps, in_blocks = int(summary.counters.steps[row]), int(summary.counters.parallel_steps[row])
+            state.end_prefill(steps - in_blocks, now)
             ends_chunk |= bool(state.stream) or (bool(self._waiting) and None in self._rows)
         return ends_chunk
 
@@ -317,11 +318,11 @@ class Scheduler:
             if not waiting and steps_left <= 0:
                 break
             # A step of the other sequences runs while the host decides.
-            copy = copy_outputs(self._state_now(), self._config, list(waiting)) if waiting else None
             started = self._start(summary, 1 if waiting else steps_left, join) if steps_left > 0 else None
-            decisions = {} if copy is None else self._decide(waiting, copy)
+            decisions = self._decide(waiting, summary) if waiting else {}
             if started is not None:
                 steps, self._summary = self.runner.end(started, self._cost)
+                self._take_tokens()
                 done += steps
             if decisions:
                 self._guide(decisions)
@@ -333,10 +334,11 @@ class Scheduler:
         known = not feeding and bool((summary.finish[rows] == RUNNING).all())
         self._process_outputs(summary, max_steps if join and known and summary.tokens.any() else 0)
 
-    def _decide(self, states: dict[int, RequestState], copy: Packed[OutputSnapshot]) -> dict[int, RowGuidance]:
-        """Return the decisions for sequences that wait, by row, from a copy of these rows."""
+    def _decide(self, states: dict[int, RequestState], summary: StepSummary) -> dict[int, RowGuidance]:
+        """Return the decisions for sequences that wait, by row; `summary`: of the state in which they wait."""
         before, decisions = self.runner.clock(), {}
-        for (row, state), output in zip(states.items(), self._fetch(copy, states.values()), strict=True):
+        for row, state in states.items():
+            output = self._read(state, summary)
             if state.request.ends_by_text:
                 state.update(output)
             decisions[row] = state.controller.follow(output)
@@ -348,7 +350,7 @@ class Scheduler:
         """Start steps in the program that the summary selects."""
         streamed = any(state.stream for state in self._decoding.values())
         started = self.runner.start(self._state_now(), summary, max_steps, join, streamed)
-        self._state, self._summary, self._changed = started.state, None, False
+        self._state, self._summary, self._changed, self._unread = started.state, None, False, started.last
         return started
 
     def _end_in_flight(self) -> None:
@@ -357,6 +359,7 @@ class Scheduler:
             return
         started, self._in_flight = self._in_flight, None
         steps, summary = self.runner.end(started, self._cost)
+        self._take_tokens()
         if not self._changed:
             self._summary = summary
         self._count(summary, steps, self.runner.clock() - started.start)
@@ -372,14 +375,25 @@ class Scheduler:
             tokens = np.pad(np.asarray(text, np.int32), (0, size - len(text)))
             self._change(append_text(self._state_now(), np.int32(row), tokens, np.int32(len(text)), self._config))
         self._summary = self._summary if texts else summary.read()
+        for row, guidance in rows.items():
+            self._running[row].output.apply(guidance, self._config)
+
+    def _take_tokens(self) -> None:
+        """Wait for the steps started last, and take their tokens; those of cancelled requests are dropped."""
+        if self._unread is None:
+            return
+        log, self._unread = self._unread.read().log, None
+        for row, segment, tokens in logged_tokens(log):
+            if (state := self._rows[row]) is not None:
+                state.output.take(segment, tokens, self._config)
 
     def _count(self, summary: StepSummary, steps: int, seconds: float) -> None:
         """Add steps and their time to the statistics of the chunk and of every request."""
         self.last_chunk = StepStats(self.last_chunk.steps + steps, self.last_chunk.seconds + seconds)
         now = self.runner.clock()
         for row, state in self._decoding.items():
-            in_blocks = summary.parallel_steps[row]
-            state.count(summary.steps[row] - in_blocks, in_blocks, seconds, now)
+            in_blocks = int(summary.counters.parallel_steps[row])
+            state.count(int(summary.counters.steps[row]) - in_blocks, in_blocks, seconds, now)
 
     def _summary_now(self) -> StepSummary:
         if self._summary is None:
@@ -398,10 +412,10 @@ class Scheduler:
         states = {row: s for row, s in self._decoding.items() if s.stream or finish[row] != RUNNING}
         if not states:
             return
-        copy = copy_outputs(self._state_now(), self._config, list(states))
         if next_steps:
             self._in_flight = self._start(summary, next_steps, join=True)
-        for (row, state), output in zip(states.items(), self._fetch(copy, states.values()), strict=True):
+        for row, state in states.items():
+            output = self._read(state, summary)
             if finish[row] == RUNNING:
                 state.update(output)
             else:
@@ -411,27 +425,29 @@ class Scheduler:
         """Return an answer as far as it is decoded."""
         if state.row is None or not state.decoding:
             return RequestOutput(RUNNING)
-        return self._fetch(copy_outputs(self._state_now(), self._config, [state.row]), [state])[0]
+        self._take_tokens()
+        return self._read(state, self._summary_now() if self._in_flight is None else self._in_flight.last.read())
 
-    def _fetch(self, copy: Packed[OutputSnapshot], states: Iterable[RequestState]) -> list[RequestOutput]:
-        states = list(states)
-        outputs = fetch_outputs(copy, [state.request for state in states], self._config)
-        return [state.controller.read(output) for state, output in zip(states, outputs, strict=True)]
+    @staticmethod
+    def _read(state: RequestState, summary: StepSummary) -> RequestOutput:
+        """Return an answer as its budgets and its controller read it; `summary`: of the state after its last token."""
+        assert state.row is not None
+        state.output.update(summary, state.row)
+        return state.controller.read(state.output.limited(state.request.params.max_content_tokens))
 
     def _end(self, state: RequestState, output: RequestOutput) -> None:
         """End a request with what was decoded of its answer, and free its row."""
         if state.row is not None:
             self._rows[state.row] = None
             if state.decoding:
-                self._prefixes.store(state.row, self._memory(state.request, output))
+                self._prefixes.store(state.row, self._memory(state.request, state.row))
         if not state.failed:
             self._adapters.release(state.request.adapter)
         if self._alone is state:
             self._alone = None
         state.update(output, self._result(state, output))
 
-    @staticmethod
-    def _memory(request: Request, output: RequestOutput) -> RowMemory:
+    def _memory(self, request: Request, row: int) -> RowMemory:
         """Return the contents of a row for later prompts: prompt and answer, or the prompt of a template.
 
         No token of a later prompt marks the blocks of a template.
@@ -439,8 +455,7 @@ class Scheduler:
         if request.template is not None:
             size = len(request.prompt)
             return RowMemory(np.asarray(request.prompt, np.int32), size, size, adapter=request.adapter)
-        slots = output.cached_tokens.size
-        return RowMemory(*output.linearised_cache(), slots, adapter=request.adapter)
+        return read_row(row_contents(self._state_now(), np.int32(row)).read(), request.adapter)
 
     def _result(self, state: RequestState, output: RequestOutput) -> Result:
         result = make_result(

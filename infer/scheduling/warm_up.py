@@ -16,11 +16,10 @@ import numpy as np
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import powers
-from infer.answers.answer import copy_outputs, fetch_outputs
 from infer.answers.logprobs import CHUNK, likeliest
 from infer.decode.decode_step import StopConditions, run, summarise
 from infer.decode.guidance import guidance_arrays, guide
-from infer.decode.slots import append_text, copy_slots, put_bias
+from infer.decode.slots import append_text, copy_slots, put_bias, row_contents
 from infer.decode.state import DecodeState, EngineConfig
 from infer.request import Request, SamplingParams
 from infer.scheduling.admission import MIN_PROMPT, admit_request
@@ -69,14 +68,9 @@ def _programs(
     def guidance(state: DecodeState, size: int) -> DecodeState:
         return guide(state, guidance_arrays({}, batch, words, config, size), config)[0]
 
-    def output(state: DecodeState, rows: int) -> DecodeState:
-        count = min(rows, batch)
-        fetch_outputs(copy_outputs(state, config, [0] * count), [None] * count, config)
-        return state
-
     def others(state: DecodeState) -> DecodeState:
         state = put_bias(state, np.int32(batch), np.zeros(state.bias.shape[1], np.float32), config)
-        jax.block_until_ready(summarise(state, config))
+        jax.block_until_ready((summarise(state, config), row_contents(state, np.int32(0))))
         return state
 
     drafts, sizes = sorted({False, config.draft_tokens > 0}), (1, *powers(branches, batch * branches))
@@ -88,6 +82,5 @@ def _programs(
             for size in (powers(CHUNK, max(CHUNK, capacity)) if logprobs else ())
         ),
         *((f"decisions for {size} segments", partial(guidance, size=size)) for size in sizes),
-        *((f"outputs of {rows} rows", partial(output, rows=rows)) for rows in powers(1, batch)),
         ("other operations", others),
     ]

@@ -242,8 +242,8 @@ WELL_FORMED = [9, 1, 7, 2, 1, 8, 2, 3, 5, 7, 9, 6, 5, 8, 6, 4, 9]
 def test_split_reads_titles_and_branches() -> None:
     first, block, last = split(WELL_FORMED, SPECIAL)
     assert isinstance(block, BlockIds)
-    assert [t.tolist() for t in block.titles] == [[7], [8]]
-    assert [b.tolist() for b in block.branches] == [[7, 9], [8]]
+    assert block.titles == ([7], [8])
+    assert block.branches == ([7, 9], [8])
     assert np.concatenate([first.ids, last.ids]).tolist() == [9, 9]
 
 

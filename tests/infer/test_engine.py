@@ -122,7 +122,7 @@ def test_tokens_that_do_not_fit_a_step_wait_and_no_answer_changes(bare_lm: Langu
 
     whole = Bucket(4, 128, 32, 256)
     expected, fewest = decoded([whole])
-    assert (expected.sequence.counters.blocks > 0).sum() >= 2
+    assert (expected.sequence.cursor.block > 0).sum() >= 2
     waiting, steps = decoded(
         [Bucket(4, 4, 1, 256), Bucket(4, 8, 4, 256), Bucket(4, 32, 4, 256, 32), Bucket(2, 8, 8, 256)]
     )

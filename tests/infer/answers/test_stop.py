@@ -87,12 +87,12 @@ def written(lm: LanguageModel, structure: Sequence[Serial | Parallel]) -> Sampli
     special, serial, branches = lm.codec.special, list[int](), list[list[int]]()
     for item in split(lm.codec.linearise(structure).tokens, special, lm.codec.form):
         if isinstance(item, SerialIds):
-            serial += item.ids.tolist()
+            serial += item.ids
             continue
         for title in item.titles:
-            serial += [special.title_start, *title.tolist(), special.title_end]
+            serial += [special.title_start, *title, special.title_end]
         serial.append(special.parallel_start)
-        branches = [[*text.ids.tolist(), special.branch_end] for text in item.texts]
+        branches = [[*text.ids, special.branch_end] for text in item.texts]
     return SamplingParams(max_new_tokens=400, script=[[*serial, lm.end_ids[0]], *branches])
 
 

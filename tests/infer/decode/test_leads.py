@@ -111,7 +111,7 @@ def test_random_answers_are_well_formed_and_in_budget(engine: Engine) -> None:
                 number = int(codec.text.decode(item.number))
                 assert 2 <= number <= 12 and codec.text.decode(item.number) == str(number)
                 assert len(item.titles) <= number
-                assert len({tuple(title.tolist()) for title in item.titles}) == len(item.titles)
+                assert len({tuple(title) for title in item.titles}) == len(item.titles)
                 assert all(0 < len(title) <= 20 for title in item.titles)
                 shorter += len(item.titles) < number
                 numbers.add(number)
@@ -143,13 +143,13 @@ def written(engine: Engine, structure: Sequence[Item], number: int | None = None
     serial, branches = list[int](), list[list[int]]()
     for item in split(codec.linearise(structure).tokens, special, codec.form):
         if isinstance(item, SerialIds):
-            serial += item.ids.tolist()
+            serial += item.ids
             continue
-        stated = item.number.tolist() if number is None else codec.text.encode(str(number))
+        stated = item.number if number is None else codec.text.encode(str(number))
         serial += [special.title_start, *stated, special.title_end]
         for title in item.titles:
-            serial += [*title.tolist(), special.title_end]
-        branches = [[*text.ids.tolist(), special.branch_end] for text in item.texts]
+            serial += [*title, special.title_end]
+        branches = [[*text.ids, special.branch_end] for text in item.texts]
     return SamplingParams(max_new_tokens=200, script=[[*serial, engine.lm.end_ids[0]], *branches])
 
 

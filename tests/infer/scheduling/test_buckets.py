@@ -52,7 +52,9 @@ class Step(NamedTuple):
         phase, tokens, lanes, length = np.asarray(self.rows, np.int32).T
         none = np.zeros_like(phase)
         finish = np.where(tokens > 0, RUNNING, STOP)
-        return StepSummary(tokens, lanes, np.int32(0), phase, finish, none, none, none, none, length)  # type: ignore[arg-type]
+        fields = dict.fromkeys(StepSummary._fields, none)
+        needed = {"tokens": tokens, "lanes": lanes, "phase": phase, "finish": finish, "length": length}
+        return StepSummary(**fields | needed)  # type: ignore[arg-type]
 
     @property
     def answers(self) -> list[int]:

@@ -79,8 +79,9 @@ def test_tokens_equal_a_full_pass(engine: Engine) -> None:
         handle.advance(1)
         if handle.state.row is not None and handle.state.decoding and handle.result is None:
             output = engine.debug_state().read_output(handle.state)
-            tokens, layout = np.asarray(output.token_ids), output.cached_layout
-            cached = output.cached_tokens
+            row, cache = handle.state.row, engine.debug_state().decode.cache
+            layout = Layout(*(np.asarray(field)[row] for field in cache.layout))
+            cached = np.asarray(cache.tokens)[row, : cache.length[row]]
             assert isinstance(output.template, Filled)
             filled.append(output.template)
     assert len(filled[-1].blocks) == 2 and valid(handle.result.text, LATER)
@@ -100,7 +101,7 @@ def test_tokens_equal_a_full_pass(engine: Engine) -> None:
                 position += range(start, start + len(own))
                 block, branch = block + [number] * len(own), branch + [k] * len(own)
                 at = max(at, start + len(own)) if engine.lm.config.positions == "max" else at + len(own)
-    assert tokens.size
+    assert output.size
     one = np.ones((1, len(ids)), np.int32)
     arrays = [np.asarray([values], np.int32) for values in (position, block, branch)]
     whole = Layout(position=arrays[0], sequence=one, block=arrays[1], branch=arrays[2])

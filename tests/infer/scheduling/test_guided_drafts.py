@@ -83,7 +83,7 @@ def recorded(engine: Engine, params: SamplingParams, monkeypatch: pytest.MonkeyP
         patch.setattr(infer.control.filling.Filling, "read", watched)
         (result,) = engine.generate([PROMPT], params)
     branches = next((output.branch_ids for output in reversed(seen) if output.branch_ids), ())
-    return result, [result.token_ids, *[ids.tolist() for ids in branches]]
+    return result, [result.token_ids, *branches]
 
 
 def knowing(segments: Sequence[Sequence[int]]) -> Callable[..., jax.Array]:

@@ -79,9 +79,9 @@ def test_events_tell_the_whole_answer(engine: Engine, steps: int) -> None:
         ids = result.token_ids[:-1] if result.finish_reason == "stop" else result.token_ids
         for item in split(ids, special):
             if isinstance(item, SerialIds):
-                expected.extend(item.ids.tolist())
+                expected.extend(item.ids)
             else:
-                texts = [b[len(t) + head :].tolist() for t, b in zip(item.titles, item.branches, strict=True)]
+                texts = [b[len(t) + head :] for t, b in zip(item.titles, item.branches, strict=True)]
                 while texts and not texts[-1]:
                     texts.pop()
                 expected.append(texts)

@@ -190,7 +190,7 @@ def test_an_answer_whose_branch_is_cut_has_the_finish_reason_length(engine: Engi
         for name, text in zip(("sun", "rain"), texts, strict=True):
             ids += [special.branch_start, *encode(name), *config.form.separator, *encode(text), special.branch_end]
         items = split(np.asarray([*ids, special.parallel_end], np.int32), special, config.form)
-        assert constraint.read(RequestOutput(STOP, items=items)).finish == finish
+        assert constraint.read(RequestOutput(STOP, items=list(items))).finish == finish
 
 
 @pytest.mark.further
