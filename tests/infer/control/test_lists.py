@@ -25,7 +25,6 @@ from infer.decode.state import LENGTH, NO_LIMIT, RUNNING, STOP, EngineConfig
 from infer.decode.token_classes import TokenClasses, token_classes
 from infer.request import Request
 
-END = 399
 BASE = 7  # position of the first token of the answer
 
 BODIES = {
@@ -57,8 +56,8 @@ def model(*leads: str, kept: int = 9, opening: str = "Tips:\n\n") -> Callable[[s
         if not items or is_marker or context.endswith("\n\n"):
             goes_on = len(items) < min(kept, len(leads)) or is_marker
             return f"{len(items) + 1}. **"[len(line) :] if goes_on else "Good luck."
-        if line.endswith("Good luck."):
-            return "<end>"
+        if line and "Good luck.".startswith(line):
+            return "Good luck."[len(line) :] or "<end>"
         begun = context[items[-1].end() :]
         names = [leads[min(len(items), len(leads)) - 1], *leads]
         whole = next(text for name in names if (text := f"{name}**:{BODIES[name]}").startswith(begun[: len(text)]))
@@ -76,6 +75,7 @@ class Device:
     writes: Callable[[str, str], str]
     controller: Lists
     budget: int
+    end: int
     serial: list[int] = field(default_factory=list)
     branches: dict[int, list[int]] = field(default_factory=dict)
     live: set[int] = field(default_factory=set)
@@ -117,13 +117,13 @@ class Device:
         """Sample a token of a segment; return whether it waits then."""
         serial, branch = self.codec.decode(self.serial), self.codec.decode(self.branches.get(segment, []))
         text = self.writes(serial, branch)
-        token = END if text.startswith("<end>") else self.codec.byte_tokens.encode(text.partition("<")[0])[0]
+        token = self.end if text.startswith("<end>") else self.codec.byte_tokens.encode(text.partition("<")[0])[0]
         mask = self.masks.get(segment)
         if mask is not None and not permits(mask, token):
             token = next(token for token in range(mask.size * 32) if permits(mask, token))
         (self.branches[segment] if segment else self.serial).append(token)
         self.tokens_left -= 1
-        if not segment and token == END:
+        if not segment and token == self.end:
             self.finish = STOP
         elif not segment and self.tokens_left <= 0:
             self.finish = LENGTH
@@ -148,13 +148,14 @@ class Device:
 @pytest.fixture(scope="module")
 def device(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Device]:
     codec = Codec(tokenizer).text
-    classes = token_classes(400, (-1,) * 6, (END,), (), codec)
-    fields: dict[str, Any] = {"end": (END,), "max_branches": 8, "longest_head": 30, "max_queued": 30}
+    end = int(tokenizer.eos_token_id)
+    classes = token_classes(len(tokenizer), (-1,) * 6, (end,), (), codec)
+    fields: dict[str, Any] = {"end": (end,), "max_branches": 8, "longest_head": 30, "max_queued": 30}
     config: EngineConfig = type("Config", (), fields)()  # type: ignore[assignment]
 
     def made(writes: Callable[[str, str], str], question: str = "How do I relax?", budget: int = 600) -> Device:
         request = Request((1,) * BASE, SamplingParams(), "adaptive", budget, 0, messages=(question,), lists=True)
-        return Device(codec, classes, writes, Lists(request, codec, classes, config), budget)
+        return Device(codec, classes, writes, Lists(request, codec, classes, config), budget, end)
 
     return made
 
@@ -175,7 +176,7 @@ def test_an_answer_is_what_the_model_writes(device: Callable[..., Device]) -> No
     items[-1] = items[-1].rstrip("\n")
     assert texts(one.codec, output) == ["Tips:\n\n", items, "\n\nGood luck."] and output.finish == STOP
     text = one.codec.decode(output.token_ids)
-    assert text == "".join(["Tips:\n\n", *items, "\n\nGood luck."]) and output.token_ids[-1] == END
+    assert text == "".join(["Tips:\n\n", *items, "\n\nGood luck."]) and output.token_ids[-1] == one.end
     assert one.tokens_left == one.budget - output.token_ids.size
     serial_steps = output.token_ids.size
     assert one.steps < serial_steps and any(g.branches == 4 for g in one.decisions)
