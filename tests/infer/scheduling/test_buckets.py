@@ -52,7 +52,7 @@ class Step(NamedTuple):
         phase, tokens, lanes, length = np.asarray(self.rows, np.int32).T
         none = np.zeros_like(phase)
         finish = np.where(tokens > 0, RUNNING, STOP)
-        return StepSummary(tokens, lanes, np.int32(0), phase, finish, none, none, none, none, length)  # type: ignore[arg-type]
+        return StepSummary(tokens, lanes, np.int32(0), phase, finish, none > 0, none, none, none, none, length)  # type: ignore[arg-type]
 
     @property
     def answers(self) -> list[int]:
