@@ -14,6 +14,7 @@ from aspd.options import (
     command,
     draft_options,
     layer_options,
+    list_options,
     mesh_of,
     model_name,
     model_options,
@@ -63,6 +64,7 @@ def add(commands: Any) -> None:
         help="text appended to every prompt of --input; output records omit it",
     )  # fmt: skip
     draft_options(generate)
+    list_options(generate)
     generate.add_argument("--raw", action="store_true", help="do not apply the chat template")
     generate.add_argument(
         "--continue-final-message", action="store_true",
@@ -168,6 +170,7 @@ def _make_engine(options: argparse.Namespace) -> Engine:
         max_batch=batch,
         drafts=options.drafts,
         draft_tokens=options.draft_tokens,
+        lists=options.lists,
     )
 
 
@@ -176,7 +179,7 @@ def _job(options: argparse.Namespace, params: SamplingParams, chat: bool) -> Job
 
     model = {
         "model": absolute(model_name(options)), "adapter": options.adapter and absolute(options.adapter),
-        "dtype": options.dtype, "weights": options.weights, "max_length": options.max_length,
+        "dtype": options.dtype, "weights": options.weights, "max_length": options.max_length, "lists": options.lists,
     }  # fmt: skip
     mode, instruction, samples = options.mode, options.instruction, options.samples
     return Job(options.input, options.output, params, mode, chat, instruction, samples, model=model)

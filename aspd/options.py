@@ -77,6 +77,14 @@ def layer_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def list_options(parser: argparse.ArgumentParser) -> None:
+    """Add the option of lists."""
+    parser.add_argument(
+        "--lists", choices=("parallel", "serial"), default="parallel",
+        help="how adaptive mode decodes the lists of chat models without fine-tuning",
+    )  # fmt: skip
+
+
 def draft_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of speculation."""
     parser.add_argument(

@@ -13,6 +13,7 @@ from aspd.options import (
     draft_options,
     join_processes,
     layer_options,
+    list_options,
     mesh_of,
     model_name,
     model_options,
@@ -58,6 +59,7 @@ def add(commands: Any) -> None:
     serve.add_argument("--name", default="", help="name of the model; default: name of its folder")
     serve.add_argument("--batch", type=int, default=8, help="maximum requests in a batch")
     draft_options(serve)
+    list_options(serve)
     serve.add_argument(
         "--key-file", type=Path, metavar="FILE", help="file of API keys, one per line; also: ASPD_API_KEY"
     )
@@ -217,8 +219,9 @@ def make_engine(options: argparse.Namespace, mesh: str | None) -> Engine:
     )  # fmt: skip
     for_conversations(lm, options.model, options.chat_template)
     engine = Engine(
-        lm, options.max_length, max_batch=options.batch, drafts=options.drafts, draft_tokens=options.draft_tokens
-    )
+        lm, options.max_length, max_batch=options.batch, drafts=options.drafts, draft_tokens=options.draft_tokens,
+        lists=options.lists,
+    )  # fmt: skip
     for name, folder in adapters.items():
         engine.adapters.put(name, folder)
     return engine

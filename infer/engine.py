@@ -333,6 +333,7 @@ class Engine:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         tools: Sequence[Mapping[str, Any]] = (),
+        lists: ListMode | None = None,
     ) -> Request:
         """Return a checked request for `submit_checked`. May be called from any thread.
 
@@ -342,6 +343,7 @@ class Engine:
             mode: decoding mode.
             adapter: name of an adapter of `adapters`; empty for the base model.
             continue_final_message, chat_template_kwargs, tools: see `encode`.
+            lists: how lists of a model without tags are decoded; None: as the engine's `lists` says.
 
         Raises:
             RequestError: the request breaks a limit.
@@ -361,7 +363,7 @@ class Engine:
             raise RequestError(
                 "mode: expected serial, got adaptive; this model has no special tokens. Use mode='serial'."
             )
-        lists = mode == "adaptive" and self._writes_lists(params, adapter)
+        writes_lists = mode == "adaptive" and self._writes_lists(params, adapter, lists or self._lists)
         if params.stop and self.lm.tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer, got one without.")
         if params.fork_bias and self.config.special.title_start < 0:
@@ -390,14 +392,22 @@ class Engine:
         seed = secrets.randbits(32) if params.seed is None else params.seed
         number = self.adapters.number(adapter)
         return Request(
-            tuple(ids), params, mode, budget, seed, number, alternatives=params.logprobs, messages=texts, lists=lists
+            tuple(ids),
+            params,
+            mode,
+            budget,
+            seed,
+            number,
+            alternatives=params.logprobs,
+            messages=texts,
+            lists=writes_lists,
         )
 
-    def _writes_lists(self, params: SamplingParams, adapter: str) -> bool:
+    def _writes_lists(self, params: SamplingParams, adapter: str, lists: ListMode) -> bool:
         """Return whether lists are decoded in parallel without tags: of a chat model that was not trained with them."""
         is_chat = self.lm.tokenizer is not None and bool(self.lm.tokenizer.chat_template)
         plain = is_chat and not (self.lm.tagged or adapter) and not (params.script or params.branch_schema)
-        return plain and self._lists == "parallel" and self.lm.codec.text.has_byte_spellings
+        return plain and lists == "parallel" and self.lm.codec.text.has_byte_spellings
 
     def step(self, max_steps: int | None = None) -> bool:
         """Run a chunk of steps for all submitted requests; return False if there was nothing to do.

@@ -33,7 +33,7 @@ class Statistics:
         discarded_tokens: number of sampled tokens that are no part of the answer: titles that repeat another of their
             block, and leads without end; they took steps, too.
         drafted_tokens, accepted_tokens: number of draft tokens, and of accepted ones.
-        decisions: times that the sequence waited for a decision of the host at a tag.
+        decisions: times that the sequence waited for a decision of the host.
         seconds: wall time since submission by phase: queued, prefill, serial, parallel (fork and merge included),
             total; first_token: time to the first token; deciding: time of the decisions. A step of a batch counts in
             full for every sequence in it.

@@ -45,6 +45,8 @@ class Item:
         shown: tokens of head and body, as far as they are in `body`.
         gap: white space that followed the body.
         growing: whether further tokens belong to the body.
+        live: whether the branch samples tokens.
+        left: tokens after which it waits again; 0: it waits at the end of a line.
         final: tokens in the finished list, with the separator behind the item; empty: they are not known.
     """
 
@@ -54,6 +56,8 @@ class Item:
     shown: list[int] = field(default_factory=list)
     gap: str = ""
     growing: bool = True
+    live: bool = True
+    left: int = 0
     final: list[int] = field(default_factory=list)
 
 
@@ -119,6 +123,9 @@ class Lists(Controller):
             shown = serial if self._line is None or output.finish != RUNNING else serial[: self._line]
             items, growing = [*self._items, SerialIds(shown[self._after :])], frozenset[int]()
         else:
+            for item, ids in zip(self._list.items, output.branch_ids if output.finish == RUNNING else (), strict=False):
+                if item.growing and self._list.items[-1].head:
+                    self._read_body(self._list.form, item, ids)
             items, growing = self._with_list(self._list)
         return replace(output, items=items, end=end, open_branches=growing, discarded=self._hidden)
 
@@ -210,7 +217,8 @@ class Lists(Controller):
         leads = [item.lead for item in opened.items]
         if lead is not None and any(similar(lead.text, other) for other in leads) and len(opened.barred) < MAX_TRIES:
             opened.barred.append(written[0])
-            return self._scratch(opened, opened.start, [], output)
+            last = opened.start - 1  # fed again: the next token is sampled after it
+            return self._scratch(opened, last, serial[last : opened.start], output)
         ended = lead is None or not lead.text or concludes(lead.text) or any(similar(lead.text, o) for o in leads)
         if not ended:
             assert lead is not None
@@ -273,28 +281,23 @@ class Lists(Controller):
 
     def _follow_bodies(self, opened: OpenList, output: RequestOutput) -> RowGuidance:
         """Let bodies go on, and end those that are complete; behind the last one, begin the check."""
-        left: dict[int, int] = {}
-        closed = set[int]()
-        for number, item in enumerate(opened.items, 1):
-            if not item.growing:
-                continue
-            left[number] = self._read_body(opened, item, output.branch_ids[number - 1])
-            if not item.growing:
-                closed.add(number)
-        if any(item.growing for item in opened.items):
-            lefts = {number: limit for number, limit in left.items() if limit}
-            return RowGuidance(left=lefts, closed=frozenset(closed), emptied=frozenset(closed))
+        ended = frozenset(n for n, item in enumerate(opened.items, 1) if item.live and not item.growing)
+        for number in ended:
+            opened.items[number - 1].live = False
+        if any(item.live for item in opened.items):
+            left = {number: item.left for number, item in enumerate(opened.items, 1) if item.live and item.left}
+            return RowGuidance(left=left, closed=ended, emptied=ended)
         gaps = Counter("\n" * min(item.gap.count("\n"), 2) for item in opened.items if "\n" in item.gap)
         opened.separator = gaps.most_common(1)[0][0] if gaps else opened.form.separator
         return self._feed_item(opened, len(opened.before), output)
 
-    def _read_body(self, opened: OpenList, item: Item, ids: list[int]) -> int:
-        """Take the tokens of a branch; return the tokens after which to look again, 0: at the end of a line."""
+    def _read_body(self, form: ListForm, item: Item, ids: list[int]) -> None:
+        """Take the tokens of a branch so far."""
         ended = bool(ids) and int(self._classes.kind[ids[-1]]) == END
         whole = ids[:-1] if ended else ids
         head = self._codec.decode(item.head)
         text = self._codec.decode(whole)[len(head) :]
-        body = body_of(opened.form, text + "\n" * ended)
+        body = body_of(form, text + "\n" * ended)
         item.body = text[: body.end]
         item.gap = body.gap if body.next else ""
         size = len(whole)
@@ -305,7 +308,7 @@ class Lists(Controller):
         item.growing = not (ended or body.next or len(ids) >= limit)
         self._hidden += 0 if item.growing else len(ids) - size
         line = text.rpartition("\n")[2]
-        return 1 if "\n" in text and len(line) < UNDECIDED else 0
+        item.left = int("\n" in text and len(line) < UNDECIDED)
 
     # The check
 

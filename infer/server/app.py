@@ -314,7 +314,9 @@ class _Server:
             try:
                 for choice in range(body.candidates):
                     params, mode = self._params(body, choice, calls), body.aspd.mode
-                    requests.append(self._engine.check(prompt, params, mode, adapter, continues, variables, tools))
+                    requests.append(
+                        self._engine.check(prompt, params, mode, adapter, continues, variables, tools, body.aspd.lists)
+                    )
             except RequestError as error:
                 told = str(error)
                 if body.aspd.content is not None:  # it is the script of its answer

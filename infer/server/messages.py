@@ -11,7 +11,18 @@ from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from aspd_jax.errors import RequestError
 from aspd_jax.json_schema import ReadSchema, read_schema
-from infer.request import BIASES, MAX_ALTERNATIVES, PARAMETERS, STRINGS, Fields, Mode, Offer, Parameter, SamplingParams
+from infer.request import (
+    BIASES,
+    MAX_ALTERNATIVES,
+    PARAMETERS,
+    STRINGS,
+    Fields,
+    ListMode,
+    Mode,
+    Offer,
+    Parameter,
+    SamplingParams,
+)
 from infer.server.config import ServerConfig
 from infer.server.neutral import GUIDED, MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
 from infer.server.tool_calls import Function, ToolChoice
@@ -116,6 +127,8 @@ class Aspd(Strict):
         branch_format: response format of the text of every branch.
         fields: `parallel`: the fields of the response format's JSON schema are decoded in parallel; `serial`: one after
             the other. Default: the server's.
+        lists: `parallel`: in adaptive mode, lists of a chat model without tags are decoded in parallel; `serial`: one
+            item after the other. Default: the server's.
         template: literal text with holes `{name}`, which are filled in parallel (`aspd_jax.template.Template`).
         content: text of the answer, which serial mode decodes as if the model had chosen it, to measure its cost.
     """
@@ -125,6 +138,7 @@ class Aspd(Strict):
     statistics: StrictBool = False
     branch_format: ResponseFormat | None = None
     fields: Fields | None = None
+    lists: ListMode | None = None
     template: Annotated[str, Field(min_length=1)] | None = None
     content: Annotated[str, Field(min_length=1)] | None = None
 
