@@ -56,7 +56,8 @@ class StepCommand:
 
 
 def _request(fields: dict[str, Any]) -> Request:
-    return Request(**fields | {"prompt": tuple(fields["prompt"]), "params": SamplingParams(**fields["params"])})
+    sequences = {name: tuple(fields[name]) for name in ("prompt", "messages")}
+    return Request(**fields | sequences | {"params": SamplingParams(**fields["params"])})
 
 
 class Lockstep:

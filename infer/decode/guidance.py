@@ -203,7 +203,7 @@ def guidance_arrays(
         if masks is not None:
             made.mask_row[number], made.masked[number] = row, len(masks) > 0
             made.bits[number, : len(masks)] = np.reshape(masks, (-1, words))
-        made.left[number] = guidance.left.get(segment, NO_LIMIT)
+        made.left[number] = min(guidance.left.get(segment, NO_LIMIT), len(masks or ()) or NO_LIMIT)
         made.stops[number] = guidance.stops.get(segment, -1)
         if drafts is not None:
             made.drafts[number, : len(drafts)], made.drafted[number] = drafts, max(segment - 1, 0)

@@ -20,7 +20,7 @@ from infer.decode.state import DecodeState, EngineConfig
 from infer.scheduling.buckets import Buckets
 from infer.scheduling.step_cost import StepCost
 
-NO_LIMIT = np.iinfo(np.int32).max
+ALL_STEPS = np.iinfo(np.int32).max
 DRAFTING_STEPS = 32  # steps with draft tokens between two comparisons of gain and cost
 PLAIN_STEPS = 512  # steps without draft tokens, after which draft tokens are tried again
 
@@ -49,7 +49,7 @@ class DraftControl:
     def steps(self) -> int:
         """Return the steps until gain and cost are compared, or draft tokens are tried again."""
         if not self._possible or self.always:
-            return NO_LIMIT
+            return ALL_STEPS
         return DRAFTING_STEPS - self._steps if self.active else self._wait
 
     def note_plain(self, steps: int) -> None:

@@ -40,7 +40,7 @@ from infer.scheduling.buckets import MIN_CAPACITY
 from infer.scheduling.handle import DebugState, Handle
 from infer.scheduling.prefix_cache import Match, PrefixCache, RowMemory, read_row
 from infer.scheduling.request_state import RequestState
-from infer.scheduling.runner import NO_LIMIT, DraftControl, InFlightSteps, Runner
+from infer.scheduling.runner import ALL_STEPS, DraftControl, InFlightSteps, Runner
 from infer.scheduling.step_cost import StepCost, measure_cost
 from infer.scheduling.warm_up import compile_all
 
@@ -153,7 +153,7 @@ class Scheduler:
         Returns:
             False if there was nothing to do.
         """
-        limit, return_on_end = (NO_LIMIT, False) if max_steps is None else (max_steps, True)
+        limit, return_on_end = (ALL_STEPS, False) if max_steps is None else (max_steps, True)
         with self._lock:
             self.last_chunk = StepStats()
             try:
