@@ -45,7 +45,7 @@ def requests(lm: LanguageModel) -> Iterator[SamplingParams]:
     """Yield requests with budgets, stop strings and schemas; their answers fork often, and some titles repeat."""
     ends = {lm.codec.special.title_end: 100.0, lm.codec.special.branch_end: 60.0}
     biases = ends | dict.fromkeys(lm.codec.text.encode("a"), 90.0)
-    hot: dict[str, Any] = {"temperature": 20.0, "max_new_tokens": 120, "fork_bias": 80.0, "logit_bias": biases}
+    hot: dict[str, Any] = {"temperature": 15.0, "max_new_tokens": 120, "fork_bias": 60.0, "logit_bias": biases}
     word = {"type": "string", "maxLength": 6}
     for seed in range(0, 24, 6):
         yield SamplingParams(**hot, seed=seed)
