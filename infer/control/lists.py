@@ -128,14 +128,13 @@ class Lists(Controller):
                     self._read_body(self._list.form, item, ids.tolist())
             items, growing = self._with_list(self._list)
         texts = [text.ids for item in items for text in ([item] if isinstance(item, SerialIds) else item.texts)]
-        read = replace(
+        return replace(
             output,
             items=tuple(items),
             token_ids=np.concatenate([*texts, end]),
             open_branches=growing,
             discarded=self._hidden,
         )
-        return read
 
     def follow(self, output: RequestOutput) -> RowGuidance:
         """Return what follows the last tokens of a sequence that waits."""

@@ -39,8 +39,9 @@ class TextEnd(Controller):
         return self._inner.start()
 
     def read(self, output: RequestOutput) -> RequestOutput:
+        read = self._inner.read(output)
         # A grammar does not have to accept the text up to a stop string or a repeated object.
-        return output if self._reader.stopped and not self._filled else self._inner.read(output)
+        return replace(read, finish=output.finish) if self._reader.stopped and not self._filled else read
 
     def follow(self, output: RequestOutput) -> RowGuidance:
         if self._reader.stopped:
