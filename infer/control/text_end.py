@@ -25,11 +25,11 @@ class TextEnd(Controller):
     Args:
         inner: controller of the answer otherwise.
         reader: reader of the answer's text, which has the events of each output before `follow`.
-        untagged: see `Request`; no grammar then decides about the end.
+        filled: whether the answer is a template.
     """
 
-    def __init__(self, inner: Controller, reader: EventReader | FilledReader, untagged: bool) -> None:
-        self._inner, self._reader, self._untagged = inner, reader, untagged
+    def __init__(self, inner: Controller, reader: EventReader | FilledReader, filled: bool) -> None:
+        self._inner, self._reader, self._filled = inner, reader, filled
 
     @property
     def error(self) -> str:
@@ -39,8 +39,9 @@ class TextEnd(Controller):
         return self._inner.start()
 
     def read(self, output: RequestOutput) -> RequestOutput:
+        read = self._inner.read(output)
         # A grammar does not have to accept the text up to a stop string or a repeated object.
-        return output if self._reader.stopped and not self._untagged else self._inner.read(output)
+        return replace(read, finish=output.finish) if self._reader.stopped and not self._filled else read
 
     def follow(self, output: RequestOutput) -> RowGuidance:
         if self._reader.stopped:

@@ -286,7 +286,7 @@ class Scheduler:
         elif request.params.answer_grammar or request.params.branch_schema:
             controller = Constraint(controller, request, self._schemas, self._config)
         if request.ends_by_text:
-            controller = TextEnd(controller, state.reader, untagged=request.untagged)
+            controller = TextEnd(controller, state.reader, filled=request.template is not None)
         return controller
 
     def _end_prefills(self, summary: StepSummary) -> bool:

@@ -60,7 +60,7 @@ def test_its_logits_are_theirs(lm: LanguageModel, theirs: dict[str, np.ndarray])
         np.testing.assert_allclose(ours[: size : size // PLACES], logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("questions", [2, pytest.param(len(QUESTIONS), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("questions", [1, pytest.param(len(QUESTIONS), marks=pytest.mark.slow)])
 def test_its_answers_are_theirs(questions: int, lm: LanguageModel, theirs: dict[str, np.ndarray]) -> None:
     """Check 128 greedy tokens of all questions in one batch."""
     engine = Engine(lm, max_length=256, max_batch=questions)
@@ -77,7 +77,7 @@ OTHERS = ("Why is the sky blue?", "Write a Python function that reverses a strin
 
 @pytest.mark.parametrize(
     ("lists", "others"),
-    [(1, 0), pytest.param(1, 1, marks=pytest.mark.further), pytest.param(2, 2, marks=pytest.mark.slow)],
+    [pytest.param(1, 1, marks=pytest.mark.further), pytest.param(2, 2, marks=pytest.mark.slow)],
 )
 def test_the_shipped_adapter_and_its_draft_heads(lists: int, others: int) -> None:
     """Check greedy answers, except where rounding of another machine may change a token."""

@@ -128,7 +128,7 @@ def test_adapters(weights: Any, fine_tuning: TrainConfig, tmp_path: Path) -> Non
         np.testing.assert_allclose(exported[path], leaf, atol=2e-2)  # the adapter is kept in bfloat16
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize("scan", [False, True])
 def test_draft_heads(scan: bool, fine_tuning: TrainConfig, tmp_path: Path) -> None:
     """Check that only heads are trained, with the loss of a full pass, and that a resumed run is equal."""

@@ -40,6 +40,7 @@ def own(bare_lm: LanguageModel) -> Engine:
     return engine_of(bare_lm)
 
 
+@pytest.mark.further
 def test_a_limit_of_text_keeps_the_first_tokens_in_reading_order(own: Engine) -> None:
     """Check that `max_content_tokens = n` gives the first n tokens of the answer without a limit, blocks included."""
     limits = [int(n) for n in np.random.default_rng(0).integers(1, 40, WAVE)]

@@ -69,10 +69,11 @@ def path_of(engine: Engine, ids: list[int]) -> int:
     return path
 
 
-def test_a_thousand_random_answers_are_well_formed_and_in_budget(engine: Engine) -> None:
+@pytest.mark.parametrize("waves", [4, pytest.param(16, marks=pytest.mark.further)])
+def test_random_answers_are_well_formed_and_in_budget(engine: Engine, waves: int) -> None:
     random = np.random.default_rng(0)
     wave, blocks, discarded, reasons = 64, 0, 0, set()
-    for seed in range(16):
+    for seed in range(waves):
         budgets = [int(b) for b in random.integers(1, 90, wave)]
         params = [
             SamplingParams(
@@ -107,7 +108,7 @@ def test_a_thousand_random_answers_are_well_formed_and_in_budget(engine: Engine)
             reasons.add(result.finish_reason)
             for branch in re.findall(r"b\.*B", ids_as_letters(engine, ids)):
                 assert len(branch) <= 2 + 3 + 2 + asked.max_branch_tokens - 1
-    assert blocks > 300 and discarded > 5
+    assert blocks > 18 * waves and discarded > 0
     assert reasons == {"stop", "length"}
 
 

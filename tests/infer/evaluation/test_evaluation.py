@@ -56,6 +56,7 @@ def two_turns() -> list[Question]:
     ]
 
 
+@pytest.mark.further
 def test_second_turns_go_on_the_cache_of_the_first(demo_engine: Engine, tmp_path: Path) -> None:
     """Also where there are more conversations than rows."""
     demo_engine.reset_cache()

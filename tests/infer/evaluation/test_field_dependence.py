@@ -28,6 +28,7 @@ def engine(lm: LanguageModel) -> Engine:
     return Engine(lm, **SIZES)
 
 
+@pytest.mark.further
 def test_a_field_that_needs_another_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model for which `c` costs 9 nats unless `a` precedes it; the others cost 1 nat a token wherever they stand."""
     decode = engine.lm.codec.text.decode

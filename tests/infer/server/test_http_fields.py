@@ -88,6 +88,7 @@ def test_templates(client: TestClient) -> None:
     assert reply["message"]["content"].startswith("A:")
 
 
+@pytest.mark.further
 def test_arguments_of_a_named_function(demo_engine: Engine) -> None:
     """Check with the embedded model, because the description of a tool needs a longer context."""
     tool: dict[str, Any] = TOOL
