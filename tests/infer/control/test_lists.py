@@ -103,6 +103,7 @@ class Device:
     def apply(self, guidance: RowGuidance) -> None:
         self.decisions.append(guidance)
         if guidance.resume_at >= 0:
+            assert guidance.text or guidance.branches or guidance.finish, "something has to be fed next"
             self.serial = self.serial[: guidance.resume_at - BASE]
             self.branches, self.live = {}, set()
         self.tokens_left -= guidance.spent
