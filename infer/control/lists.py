@@ -29,7 +29,7 @@ MIN_ITEMS = 3  # items of a list that forks
 MAX_LEAD_TOKENS = 24
 MAX_TRIES = 3  # first tokens of a lead that are barred, one after the other, because they began a repetition
 UNDECIDED = 40  # characters of a line in a branch that may still end the body before them
-RESERVE = 16  # tokens of the budget that each item of a list should have
+RESERVE = 60  # tokens of the budget for each item, so that its body need not be cut
 LINES = 1 << LINE
 SCRATCH = SerialRule(ANY_TEXT, ANY_TEXT)  # leads end neither the answer nor the sequence
 

@@ -251,11 +251,11 @@ class TestSmolLM2:
             lm = load_model("smollm2")
         except CheckpointError as error:
             pytest.skip(str(error))
-        return Engine(lm, max_length=512, max_batch=2)
+        return Engine(lm, max_length=640, max_batch=2)
 
     @pytest.fixture(scope="class")
     def answer(self, engine: Engine) -> Any:
-        params = SamplingParams(max_new_tokens=300)
+        params = SamplingParams(max_new_tokens=420)
         (result,) = engine.generate([[{"role": "user", "content": self.QUESTION}]], params)
         return result
 
@@ -282,13 +282,13 @@ class TestSmolLM2:
                 if codec.decode(answer.token_ids[:n]) + after[0].text == answer.text
             )
             prompt = [*answer.prompt_token_ids, *answer.token_ids[:size]]
-            (rest,) = engine.generate([prompt], SamplingParams(max_new_tokens=300 - size), mode="serial")
+            (rest,) = engine.generate([prompt], SamplingParams(max_new_tokens=420 - size), mode="serial")
             assert rest.text == after[0].text
 
     def test_streams_and_neighbours_change_nothing(self, engine: Engine, answer: Any) -> None:
         """Check both forms of a stream beside another request, and a stop string inside of the list."""
         message = [{"role": "user", "content": self.QUESTION}]
-        params = SamplingParams(max_new_tokens=300)
+        params = SamplingParams(max_new_tokens=420)
         other = engine.submit("The sun", SamplingParams(max_new_tokens=200), mode="serial")
         handle = engine.submit(message, params, stream="text")
         text = "".join(event.text for event in handle.events() if event.kind == "token")
@@ -304,7 +304,7 @@ class TestSmolLM2:
         """Check `lists="serial"` against serial mode."""
         message = [[{"role": "user", "content": self.QUESTION}]]
         params = SamplingParams(max_new_tokens=60)
-        own = Engine(engine.lm, max_length=512, max_batch=2, lists="serial")
+        own = Engine(engine.lm, max_length=640, max_batch=2, lists="serial")
         assert (
             own.generate(message, params)[0].token_ids == engine.generate(message, params, mode="serial")[0].token_ids
         )
