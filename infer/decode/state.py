@@ -303,7 +303,10 @@ def waiting(s: SequenceState) -> Bool[Array, " B"]:
 
 
 def shard_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:
-    """Shard cache, token masks and bias over the mesh, and replicate the rest, so that every process can read it."""
+    """Shard the cache, and the vocabulary of token masks and bias, over the mesh; replicate the rest.
+
+    Every process can read what is replicated.
+    """
     if mesh is None:
         return state
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -311,8 +314,8 @@ def shard_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:
     layers = jax.tree.map(lambda array: layer_sharding(array.shape, mesh), state.cache.layers)
     places = places._replace(
         cache=places.cache._replace(layers=layers),
-        token_mask=named_sharding(("batch", None, None, "vocabulary"), state.token_mask.shape, mesh),
-        bias=named_sharding(("batch", "vocabulary"), state.bias.shape, mesh),
+        token_mask=named_sharding((None, None, None, "vocabulary"), state.token_mask.shape, mesh),
+        bias=named_sharding((None, "vocabulary"), state.bias.shape, mesh),
     )
     placed: DecodeState = jax.lax.with_sharding_constraint(state, places)
     return placed

@@ -255,7 +255,7 @@ class TestSmolLM2:
 
     @pytest.fixture(scope="class")
     def answer(self, engine: Engine) -> Any:
-        params = SamplingParams(max_new_tokens=420)
+        params = SamplingParams(max_new_tokens=420, repetition_penalty=1.1)
         (result,) = engine.generate([[{"role": "user", "content": self.QUESTION}]], params)
         return result
 
@@ -288,7 +288,7 @@ class TestSmolLM2:
     def test_streams_and_neighbours_change_nothing(self, engine: Engine, answer: Any) -> None:
         """Check both forms of a stream beside another request, and a stop string inside of the list."""
         message = [{"role": "user", "content": self.QUESTION}]
-        params = SamplingParams(max_new_tokens=420)
+        params = SamplingParams(max_new_tokens=420, repetition_penalty=1.1)
         other = engine.submit("The sun", SamplingParams(max_new_tokens=200), mode="serial")
         handle = engine.submit(message, params, stream="text")
         text = "".join(event.text for event in handle.events() if event.kind == "token")

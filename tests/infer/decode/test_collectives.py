@@ -75,16 +75,16 @@ def test_no_collective_on_keys_and_values(
 
 
 def test_masks_and_biases_are_split(model: LanguageModel) -> None:
-    """Check the sizes on a device: rows are divided as in the cache, the vocabulary as in the head where it can be."""
+    """Check the sizes on a device: the vocabulary is divided as in the head, where it can be."""
     mesh = make_mesh({"data": 2, "tensor": 4})
     _, config, state = over(model, mesh)
     for _ in range(2):
         held = {name: shard_shape(getattr(state, name)) for name in ("token_mask", "bias", "classes")}
-        assert held == {"token_mask": (2, 5, 1, 2), "bias": (2, 16), "classes": (64,)}, "two words are not divided by 4"
+        assert held == {"token_mask": (4, 5, 1, 2), "bias": (4, 16), "classes": (64,)}, "two words are not divided by 4"
         state = put_bias(state, np.int32(1), np.arange(64, dtype=np.float32), config)
     assert np.asarray(state.bias).sum(axis=1).tolist() == [0, 63 * 32, 0, 0]
     wide = state._replace(token_mask=jnp.zeros((4, 5, 1, 8), jnp.uint32))
-    assert shard_shape(place_state(wide, mesh).token_mask) == (2, 5, 1, 2)
+    assert shard_shape(place_state(wide, mesh).token_mask) == (4, 5, 1, 2)
 
 
 def test_gathered_rows_are_heard_of() -> None:
