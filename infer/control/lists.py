@@ -304,8 +304,7 @@ class Lists(Controller):
         while size > len(item.head) and len(self._codec.decode(whole[:size])) > len(head) + body.end:
             size -= 1
         item.shown = whole[:size]
-        limit = self._request.params.max_branch_tokens
-        item.growing = not (ended or body.next or len(ids) >= limit)
+        item.growing = not (ended or body.next)  # the device ends branches at the limits of their tokens
         self._hidden += 0 if item.growing else len(ids) - size
         line = text.rpartition("\n")[2]
         item.left = int("\n" in text and len(line) < UNDECIDED)

@@ -255,7 +255,7 @@ class TestSmolLM2:
 
     @pytest.fixture(scope="class")
     def answer(self, engine: Engine) -> Any:
-        params = SamplingParams(max_new_tokens=420, repetition_penalty=1.1)
+        params = SamplingParams(max_new_tokens=420, max_branch_tokens=60)
         (result,) = engine.generate([[{"role": "user", "content": self.QUESTION}]], params)
         return result
 
@@ -263,7 +263,7 @@ class TestSmolLM2:
         """Check bodies and the text behind the list against serial greedy decoding of what they see."""
         codec, ids, greedy = engine.lm.codec.text, answer.token_ids, SamplingParams(max_new_tokens=120)
         before, block, *after = answer.structure
-        assert isinstance(block, Parallel) and len(block.branches) == 5 and answer.stats.ideal_speedup > 1.1
+        assert isinstance(block, Parallel) and len(block.branches) > 1 and answer.stats.ideal_speedup > 1.1
         assert plain_text(answer.structure) == answer.text == codec.decode(answer.token_ids)
         (found,) = [one for one in lists_of(answer.text) if one.start == len(before.text)]
         prompts, bodies = [], []
@@ -288,15 +288,17 @@ class TestSmolLM2:
     def test_streams_and_neighbours_change_nothing(self, engine: Engine, answer: Any) -> None:
         """Check both forms of a stream beside another request, and a stop string inside of the list."""
         message = [{"role": "user", "content": self.QUESTION}]
-        params = SamplingParams(max_new_tokens=420, repetition_penalty=1.1)
+        params = SamplingParams(max_new_tokens=420, max_branch_tokens=60)
         other = engine.submit("The sun", SamplingParams(max_new_tokens=200), mode="serial")
         handle = engine.submit(message, params, stream="text")
         text = "".join(event.text for event in handle.events() if event.kind == "token")
         assert text == answer.text == handle.wait().text
         other.cancel()
         kinds = [event.kind for event in engine.submit(message, params, stream="branches").events()]
-        assert kinds.count("fork") == kinds.count("merge") == 1 and kinds.count("branch") == 5
-        stop = answer.structure[1].branches[2].text[5:12]
+        assert kinds.count("fork") == kinds.count("merge") == 1 and kinds.count("branch") == len(
+            answer.structure[1].branches
+        )
+        stop = answer.structure[1].branches[1].text[5:12]
         (stopped,) = engine.generate([message], replace(params, stop=(stop,)))
         assert stopped.text == answer.text[: answer.text.index(stop)] and stopped.finish_reason == "stop"
 
