@@ -117,7 +117,8 @@ class Lists(Controller):
         serial, end = output.serial_ids, list[int]()
         if output.finish == STOP and serial and serial[-1] in self._config.end:
             serial, end = serial[:-1], serial[-1:]
-        if output.finish != RUNNING and self._list is not None and self._list.checked:
+        ended = bool(end) or output.finish == LENGTH  # not by a stop string, which may be in a body that is not checked
+        if ended and self._list is not None and self._list.checked:
             self._end_list(self._list, complete=True)
         if self._list is None:
             shown = serial if self._line is None or output.finish != RUNNING else serial[: self._line]
