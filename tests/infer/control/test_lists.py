@@ -285,6 +285,7 @@ class TestSmolLM2:
             (rest,) = engine.generate([prompt], SamplingParams(max_new_tokens=420 - size), mode="serial")
             assert rest.text == after[0].text
 
+    @pytest.mark.slow
     def test_streams_and_neighbours_change_nothing(self, engine: Engine, answer: Any) -> None:
         """Check both forms of a stream beside another request, and a stop string inside of the list."""
         message = [{"role": "user", "content": self.QUESTION}]
