@@ -60,7 +60,7 @@ _LEAD_ENDS = {
 
 @dataclass(frozen=True)
 class ListForm:
-    """How the items of a list are written: `before`, number, `after`, `opening`, lead, `closing`, body.
+    """Form of the items of a list. Their parts, in order: `before`, number, `after`, `opening`, lead, `closing`, body.
 
     Attributes:
         kind: what ends a lead: emphasis (`bold`), a colon or dash (`label`), the line (`heading`), or nothing, where

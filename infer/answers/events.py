@@ -83,7 +83,7 @@ class StopFilter:
 
 @dataclass
 class _Segment:
-    """What a reader has decoded and shown of a segment.
+    """Progress of a reader in a segment.
 
     Attributes:
         stream: decoder of its ids; None: the model has no tokenizer.

@@ -11,13 +11,23 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from aspd_jax.blocks.checks import asked_for, similar
-from aspd_jax.lists import Lead, ListForm, begins_item, body_of, concludes, fork_refusal, lead_of, next_lead, open_line
+from aspd_jax.lists import (
+    CLOSER,
+    Lead,
+    ListForm,
+    begins_item,
+    body_of,
+    concludes,
+    fork_refusal,
+    lead_of,
+    next_lead,
+    open_line,
+)
 from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TextCodec
 from infer.answers.answer import RequestOutput
 from infer.control.controller import Controller
+from infer.control.masks import token_bits
 from infer.control.tags import text_rule
 from infer.decode.guidance import RowGuidance, SerialRule
 from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
@@ -28,7 +38,6 @@ MAX_ITEMS = 10  # items of a list whose number nobody asked for
 MIN_ITEMS = 3  # items of a list that forks
 MAX_LEAD_TOKENS = 24
 MAX_TRIES = 3  # first tokens of a lead that are barred, one after the other, because they began a repetition
-UNDECIDED = 40  # characters of a line in a branch that may still end the body before them
 RESERVE = 60  # tokens of the budget for each item, so that its body need not be cut
 LINES = 1 << LINE
 SCRATCH = SerialRule(ANY_TEXT, ANY_TEXT)  # leads end neither the answer nor the sequence
@@ -108,7 +117,7 @@ class Lists(Controller):
         self._base = 0  # position of the first token of the answer
 
     def start(self) -> RowGuidance:
-        """Return the decision to look at the first token."""
+        """Return the decisions before the prompt is fed: the sequence waits after the first token of its answer."""
         self._line = 0
         return RowGuidance(left={0: 1}, stops={0: LINES})
 
@@ -216,13 +225,12 @@ class Lists(Controller):
             return RowGuidance({0: ()}, {0: 1}, serial=SCRATCH)
         self._hidden += len(written)
         leads = [item.lead for item in opened.items]
-        if lead is not None and any(similar(lead.text, other) for other in leads) and len(opened.barred) < MAX_TRIES:
+        repeats = lead is not None and any(similar(lead.text, other) for other in leads)
+        if repeats and len(opened.barred) < MAX_TRIES:
             opened.barred.append(written[0])
             last = opened.start - 1  # fed again: the next token is sampled after it
             return self._scratch(opened, last, serial[last : opened.start], output)
-        ended = lead is None or not lead.text or concludes(lead.text) or any(similar(lead.text, o) for o in leads)
-        if not ended:
-            assert lead is not None
+        if lead is not None and lead.text and not concludes(lead.text) and not repeats:
             opened.items.append(Item(lead.text))
             opened.barred = []
             if len(opened.items) < self._most:
@@ -247,7 +255,7 @@ class Lists(Controller):
         """Feed known text behind the first `size` serial tokens, and sample a token that may begin a lead."""
         allowed = (self._classes.kind == TEXT) & ~self._classes.marker
         allowed[opened.barred] = False
-        mask = np.packbits(np.pad(allowed, (0, -allowed.size % 32)), bitorder="little").view(np.uint32)
+        mask = token_bits(allowed, -(-allowed.size // 32))
         guidance = RowGuidance({0: [mask]}, {0: 1}, {0: 0}, serial=SCRATCH)
         return self._resumed(guidance, size, output, known)
 
@@ -265,7 +273,7 @@ class Lists(Controller):
         few = len(opened.items) < min(MIN_ITEMS, self._most)
         if few or too_long or fork_refusal(self._request.messages, form, leads, before=before):
             self._list, self._refused = None, form
-            return self._resumed(replace(self._text(), left={}), len(opened.before), output, opened.first)
+            return self._resumed(self._text(), len(opened.before), output, opened.first)
         heads = {number: item.head for number, item in enumerate(opened.items, 1)}
         sizes = [len(head) for head in heads.values()]
         guidance = RowGuidance(
@@ -308,7 +316,7 @@ class Lists(Controller):
         item.growing = not (ended or body.next)  # the device ends branches at the limits of their tokens
         self._hidden += 0 if item.growing else len(ids) - size
         line = text.rpartition("\n")[2]
-        item.left = int("\n" in text and len(line) < UNDECIDED)
+        item.left = int("\n" in text and len(line) < CLOSER)
 
     # The check
 
@@ -369,7 +377,7 @@ class Lists(Controller):
         return [*self._items, before, self._block(opened.items, ids)], growing
 
     def _block(self, items: Sequence[Item], ids: Sequence[list[int]]) -> BlockIds:
-        titles = tuple(self._codec.byte_tokens.encode(item.lead) for item in items)
+        titles = tuple(self._encode(item.lead) for item in items)
         return BlockIds(titles, tuple(ids), tuple(map(SerialIds, ids)))
 
     # Tokens, positions and budgets

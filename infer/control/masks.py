@@ -51,6 +51,13 @@ def permitted_drafts(
     return permitted, masks
 
 
+def token_bits(tokens: np.ndarray, words: int) -> np.ndarray:
+    """Return a token mask, uint32 [W], of tokens, bool [V]."""
+    padded = np.zeros(words * 32, bool)
+    padded[: tokens.size] = tokens
+    return np.packbits(padded, bitorder="little").view(np.uint32)
+
+
 def only_token(token: int, words: int) -> np.ndarray:
     """Return a token mask with one token, uint32 [W]."""
     bits = np.zeros(words, np.uint32)

@@ -15,7 +15,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.tokens import SpecialTokens
 from infer.answers.answer import RequestOutput
 from infer.control.controller import Controller
-from infer.control.masks import only_token
+from infer.control.masks import only_token, token_bits
 from infer.decode.guidance import RowGuidance, SerialRule
 from infer.decode.state import A_NUMBER, A_TITLE, LENGTH, NO_LIMIT, EngineConfig
 from infer.decode.token_classes import (
@@ -140,7 +140,7 @@ class Tags(Controller):
     def _count(self, digits: Sequence[int]) -> RowGuidance:
         """Return what follows digits of the number of leads: further ones or, from 2 on, `<|/title|>`."""
         number = self._number(digits)
-        mask = _bits(number_tokens(number, self._config.max_branches, self._classes), self._words)
+        mask = token_bits(number_tokens(number, self._config.max_branches, self._classes), self._words)
         closed = CLOSED if number > 1 else 0
         if closed:
             mask |= only_token(self._special.title_end, self._words)
@@ -343,10 +343,3 @@ def completes_plan(title: Sequence[int], classes: TokenClasses) -> bool:
     same = numbers[:size] == numbers[size + 1 : 2 * size + 1]
     ends = numbers[2 * size + 1] < 0  # 1/1 is not the beginning of 1/10
     return size > 0 and numbers[size] == SLASH and same and ends
-
-
-def _bits(tokens: np.ndarray, words: int) -> np.ndarray:
-    """Return a token mask, uint32 [W], of tokens, bool [V]."""
-    padded = np.zeros(words * 32, bool)
-    padded[: tokens.size] = tokens
-    return np.packbits(padded.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32).reshape(-1)

@@ -7,11 +7,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from aspd_jax.errors import TokenizerError
 from aspd_jax.tokens import TextCodec
 from infer.answers.answer import RequestOutput
 from infer.answers.events import EventReader, FilledReader
 from infer.control.controller import Controller
+from infer.control.masks import token_bits
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import STOP
 from infer.request import SamplingParams
@@ -54,16 +54,16 @@ class TextEnd(Controller):
         return replace(guidance, ending=late, left={**guidance.left, 0: 0})
 
 
-@lru_cache(maxsize=64)
 def stop_tokens(params: SamplingParams, codec: TextCodec, words: int) -> np.ndarray:
-    """Return the tokens that may complete a stop string or an object, uint32 [W].
+    """Return the tokens that may complete a stop string or an object, uint32 [W]."""
+    objects = {ord("}")} if params.end_at_repeat is not None else set()
+    return _tokens_with(frozenset({text.encode()[-1] for text in params.stop} | objects), codec, words)
 
-    These are the tokens with its last byte, or all tokens of a tokenizer whose tokens have no bytes of their own.
-    """
-    ends = {text.encode()[-1] for text in params.stop} | ({ord("}")} if params.end_at_repeat is not None else set())
-    stops = np.zeros(32 * words, bool)
-    try:
-        stops[[token for token, text in enumerate(codec.byte_tokens.tokens) if not ends.isdisjoint(text)]] = True
-    except TokenizerError:
-        stops[:] = True
-    return np.packbits(stops, bitorder="little").view(np.uint32)
+
+@lru_cache(maxsize=64)
+def _tokens_with(ends: frozenset[int], codec: TextCodec, words: int) -> np.ndarray:
+    """Return the tokens with one of these bytes, uint32 [W]; all, if the tokenizer's have no bytes of their own."""
+    if not codec.has_byte_spellings:
+        return np.full(words, ~np.uint32(0))
+    tokens = codec.byte_tokens.tokens[: 32 * words]
+    return token_bits(np.asarray([not ends.isdisjoint(text) for text in tokens]), words)

@@ -170,8 +170,8 @@ def guidance_arrays(
     ]
     size = max(min_size, len(entries))
     size = 1 if size == 1 else next_power(max(size, 1 + config.max_branches))
-    numbers = ("branches", "finish", "resume_at", "spent", "content")
-    arrays: dict[str, Any] = {name: np.zeros(batch, np.int32) - (name == "resume_at") for name in numbers}
+    numbers = ("branches", "finish", "spent", "content")
+    arrays: dict[str, Any] = {name: np.zeros(batch, np.int32) for name in numbers}
     arrays |= {
         "row": np.full(size, batch, np.int32),
         "segment": np.zeros(size, np.int32),
@@ -193,6 +193,7 @@ def guidance_arrays(
         "closed": np.zeros((batch, config.max_branches), bool),
         "emptied": np.zeros((batch, config.max_branches), bool),
         "merges": np.zeros(batch, bool),
+        "resume_at": np.full(batch, -1, np.int32),
     }
     made: Any = Guidance(**arrays)
     for number, (row, segment) in enumerate(entries):
@@ -215,7 +216,7 @@ def guidance_arrays(
             made.lead[number] = guidance.leads[segment - 1]
     for row, guidance in rows.items():
         made.decided[row] = True
-        for name in (*numbers, "merges"):
+        for name in (*numbers, "merges", "resume_at"):
             getattr(made, name)[row] = getattr(guidance, name)
         if guidance.serial is not None:
             made.goes_on[row] = True
