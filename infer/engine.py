@@ -515,16 +515,11 @@ class Engine:
 
 
 def message_texts(prompt: Prompt) -> tuple[str, ...]:
-    """Return the texts of a prompt's messages; of token ids, none."""
+    """Return the texts of a prompt's messages; of token ids, none. `Engine.encode` refuses other contents."""
     if isinstance(prompt, str):
         return (prompt,)
-    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
-    return tuple(
-        content
-        if isinstance(content, str)
-        else "".join(part.get("text", "") for part in content or () if isinstance(part, Mapping))
-        for content in contents
-    )
+    contents = (message.get("content") for message in prompt if isinstance(message, Mapping))
+    return tuple(content for content in contents if isinstance(content, str))
 
 
 def _draft_tokens(lm: LanguageModel, drafts: DraftSource, limit: int) -> int:

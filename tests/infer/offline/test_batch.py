@@ -261,3 +261,6 @@ def test_a_conversation_goes_on_with_the_tokens_of_its_answers() -> None:
         demo.encode(follow[:2])
     with pytest.raises(RequestError, match="message 0: expected strings in 'role' and 'content'"):
         demo.encode([{"role": "user"}])
+    for content in (5, [{"type": "text", "text": 5}]):
+        with pytest.raises(RequestError, match="message 0: expected strings in 'role' and 'content'"):
+            demo.check([{"role": "user", "content": content}])
