@@ -128,7 +128,7 @@ class Lists(Controller):
             serial, end = serial[:-1], serial[-1:]
         ended = bool(end) or output.finish == LENGTH  # not by a stop string, which may be in a body that is not checked
         if ended and self._list is not None and self._list.checked:
-            self._end_list(self._list, complete=True)
+            self._end_list(self._list, complete=bool(end))
         if self._list is None:
             shown = serial if self._line is None or output.finish != RUNNING else serial[: self._line]
             items, growing = [*self._items, SerialIds(shown[self._after :])], frozenset[int]()
@@ -209,7 +209,7 @@ class Lists(Controller):
         rest = self._encode(text[len(self._codec.decode(serial[:size])) : place])
         before = [*serial[:size], *rest]
         opened = OpenList(lead.form, before, serial[size:], [Item(lead.text)])
-        if self._left(before) < MIN_ITEMS * RESERVE + MAX_LEAD_TOKENS:
+        if self._left(len(before)) < MIN_ITEMS * RESERVE + MAX_LEAD_TOKENS:
             return self._text()
         self._list, self._hidden = opened, self._hidden + len(serial) - size
         scratch = self._encode(lead.form.shown(0, lead.text)) + self._next_marker(opened)
@@ -221,7 +221,7 @@ class Lists(Controller):
         written = serial[opened.start :]
         text = self._codec.decode(serial)[len(self._codec.decode(serial[: opened.start])) :]
         lead = next_lead(opened.form, text)
-        if lead is None and len(written) < MAX_LEAD_TOKENS and self._left(serial) > 1:
+        if lead is None and len(written) < MAX_LEAD_TOKENS and self._left(len(serial)) > 1:
             return RowGuidance({0: ()}, {0: 1}, serial=SCRATCH)
         self._hidden += len(written)
         leads = [item.lead for item in opened.items]
@@ -238,7 +238,7 @@ class Lists(Controller):
                 rest = opened.form.shown(len(leads), lead.text)[len(marker) :]
                 known = self._encode(rest) + self._next_marker(opened)
                 begin, opened.start = opened.start, opened.start + len(known)
-                if self._left(serial[:begin]) > len(known) + MAX_LEAD_TOKENS:
+                if self._left(begin) > len(known) + MAX_LEAD_TOKENS:
                     return self._scratch(opened, begin, known, output)
         return self._fork(opened, output)
 
@@ -264,7 +264,7 @@ class Lists(Controller):
     def _fork(self, opened: OpenList, output: RequestOutput) -> RowGuidance:
         """Begin a branch for each item; a list that should not fork goes on serially."""
         form, before = opened.form, self._codec.decode(opened.before)
-        del opened.items[max(self._left(opened.before) // RESERVE, 1) :]
+        del opened.items[max(self._left(len(opened.before)) // RESERVE, 1) :]
         leads = [item.lead for item in opened.items]
         for number, item in enumerate(opened.items):
             item.head = self._encode(form.item(number, item.lead))
@@ -326,7 +326,7 @@ class Lists(Controller):
         item = opened.items[number]
         item.final = self._encode(opened.form.item(number, item.lead) + item.body + opened.separator * (not last))
         opened.checked += 1
-        left = self._request.budget - size
+        left = self._left(size)
         if len(item.final) >= left:  # the budget ends the answer inside of the list
             item.final = item.final[:left]
             finish = replace(self._text(), finish=LENGTH)
@@ -385,9 +385,9 @@ class Lists(Controller):
     def _encode(self, text: str) -> list[int]:
         return self._codec.byte_tokens.encode(text) if text else []
 
-    def _left(self, serial: Sequence[int]) -> int:
-        """Return the tokens of the budget behind serial text."""
-        return min(self._request.budget, self._request.params.max_content_tokens or self._request.budget) - len(serial)
+    def _left(self, size: int) -> int:
+        """Return the tokens of the budgets behind `size` serial tokens."""
+        return min(self._request.budget, self._request.params.max_content_tokens or self._request.budget) - size
 
     def _resumed(
         self, guidance: RowGuidance, size: int, output: RequestOutput, text: Sequence[int] = ()

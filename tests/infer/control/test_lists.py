@@ -31,6 +31,7 @@ BODIES = {
     "Sleep": " Seven hours\n   - in the dark\n   - and in the cold.",
     "Food": " Eat slowly.",
     "Music": " Listen to it.",
+    **{lead: " Take your time, and let nobody tell you what to do." * 3 for lead in ("Reading", "Writing", "Running")},
 }
 
 
@@ -158,8 +159,14 @@ def device(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Device]:
     fields: dict[str, Any] = {"end": (end,), "max_branches": 8, "longest_head": 30, "max_queued": 30}
     config: EngineConfig = type("Config", (), fields)()  # type: ignore[assignment]
 
-    def made(writes: Callable[[str, str], str], question: str = "How do I relax?", budget: int = 600) -> Device:
-        request = Request((1,) * BASE, SamplingParams(), "adaptive", budget, 0, messages=(question,), lists=True)
+    def made(
+        writes: Callable[[str, str], str],
+        question: str = "How do I relax?",
+        budget: int = 600,
+        content: int | None = None,
+    ) -> Device:
+        params = SamplingParams(max_content_tokens=content)
+        request = Request((1,) * BASE, params, "adaptive", budget, 0, messages=(question,), lists=True)
         return Device(codec, classes, writes, Lists(request, codec, classes, config), config, budget, end)
 
     return made
@@ -227,6 +234,18 @@ def test_what_should_not_fork_does_not(device: Callable[..., Device], question: 
     output = one.run()
     assert not any(g.branches or g.text for g in one.decisions) and output.discarded == 0
     assert one.steps == len(one.ids(output)) and output.finish in (STOP, LENGTH)
+
+
+@pytest.mark.parametrize("limit", ["budget", "content"])
+@pytest.mark.parametrize("size", [220, 240, 260, 280])
+def test_a_list_that_forks_keeps_its_budgets(device: Callable[..., Device], limit: str, size: int) -> None:
+    """Check both budgets with bodies that exceed them: the list is cut, and its text begins as that without a limit."""
+    leads = ("Reading", "Writing", "Running")
+    one = device(model(*leads), **{limit: size})
+    output, free = one.run(), device(model(*leads)).run()
+    assert any(guidance.branches == 3 for guidance in one.decisions) and output.finish == LENGTH
+    assert size - 10 < len(one.ids(output)) <= size < len(one.ids(free))
+    assert one.codec.decode(one.ids(free)).startswith(one.codec.decode(one.ids(output)))
 
 
 @pytest.mark.parametrize("budget", range(3, 140, 9))
