@@ -31,7 +31,7 @@ BODIES = {
     "Sleep": " Seven hours\n   - in the dark\n   - and in the cold.",
     "Food": " Eat slowly.",
     "Music": " Listen to it.",
-    **{lead: " Take your time, and let nobody tell you what to do." * 3 for lead in ("Reading", "Writing", "Running")},
+    **dict.fromkeys(("Reading", "Writing", "Running"), " Take your time, and let nobody tell you what to do." * 3),
 }
 
 
