@@ -69,15 +69,24 @@ def likeliest(
         Log probabilities of the next tokens, float32 [S]; those of the likeliest tokens, [S, alternatives]; their ids.
         S is the number of ids, rounded up to a power of two.
     """
+    found = jax.device_get(_likeliest(*_arguments(lm, config, ids, adapter)))
+    chosen, top, top_ids = (np.asarray(field)[0] for field in found)
+    return chosen, top, top_ids
+
+
+def lower_likeliest(lm: LanguageModel, config: EngineConfig, size: int) -> jax.stages.Lowered:
+    """Trace `likeliest` for so many ids."""
+    return _likeliest.lower(*_arguments(lm, config, np.zeros(size, np.int32), -1))
+
+
+def _arguments(lm: LanguageModel, config: EngineConfig, ids: np.ndarray, adapter: int) -> tuple[Any, ...]:
     size = max(CHUNK, next_power(ids.size))
     tokens = np.zeros((1, size), np.int32)
     tokens[0, : ids.size] = ids
     real = (np.arange(size) < ids.size)[None]
     layout = build_layout(tokens, config.special, lm.config.positions, padding_mask=real)
     model = Transformer(replace(lm.config, attention="chunked"), mesh=lm.model.mesh)
-    found = jax.device_get(_likeliest(model, lm.params, tokens, layout, np.int32(adapter)))
-    chosen, top, top_ids = (np.asarray(field)[0] for field in found)
-    return chosen, top, top_ids
+    return model, lm.params, tokens, layout, np.int32(adapter)
 
 
 @partial(jax.jit, static_argnames="model")

@@ -90,9 +90,33 @@ def admit_request(
     """Assign a row to a request; the next steps feed its prompt.
 
     Args:
+        state: the state, which is donated.
+
+    The other arguments are those of `admission`.
+    """
+    if biases := request.params.biases(config.special.title_start):
+        bias = np.zeros(state.bias.shape[1], np.float32)
+        bias[list(biases)] = list(biases.values())
+        state = put_bias(state, np.int32(row), bias, config)
+    return admit(state, admission(lm, config, state, request, row, prefix, adapter, arrival), config)
+
+
+def admission(
+    lm: LanguageModel,
+    config: EngineConfig,
+    state: DecodeState,
+    request: Request,
+    row: int,
+    prefix: CachedPrefix = EMPTY_PREFIX,
+    adapter: int = -1,
+    arrival: int = 0,
+) -> Admission:
+    """Return what the device must know of a request.
+
+    Args:
         lm: the model.
         config: configuration of the engine.
-        state: the state, which is donated.
+        state: the state, for its shapes.
         request: the request.
         row: index of the row; out of range means none.
         prefix: prefix of the prompt that the row holds.
@@ -108,12 +132,11 @@ def admit_request(
         return np.pad(rest, (0, size - rest.size))
 
     params = request.params
-    biases = params.biases(config.special.title_start)
     script = np.asarray([token for segment in params.script for token in segment], np.int32)
     lengths = [*map(len, params.script), *[0] * (1 + config.max_branches - len(params.script))]
     arrays: dict[str, Any] = {
         "seed": np.uint32(request.seed),
-        "biased": np.bool_(biases),
+        "biased": np.bool_(params.biases(config.special.title_start)),
         "adapter": np.int32(adapter),
         "script": np.pad(script, (0, state.cache.tokens.shape[1] - script.size)),
         "script_end": np.cumsum(lengths, dtype=np.int32),
@@ -137,15 +160,12 @@ def admit_request(
         "rule": 0 if request.template else text_rule(forks).rule,
         "stops": text_stops(forks),
     }
-    new: Any = Admission(
+    made: Any = Admission(
         request=RequestArrays(**arrays),
         tokens=padded(request.prompt),
         layout=Layout(*map(padded, layout)),
         stop_tokens=ends,
         **{name: np.int32(value) for name, value in numbers.items()},
     )
-    if biases:
-        bias = np.zeros(state.bias.shape[1], np.float32)
-        bias[list(biases)] = list(biases.values())
-        state = put_bias(state, np.int32(row), bias, config)
-    return admit(state, new, config)
+    result: Admission = made
+    return result

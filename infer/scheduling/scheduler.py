@@ -184,10 +184,10 @@ class Scheduler:
             buckets = self.runner.buckets
             least = min(bucket.rows for bucket in buckets.buckets)
             programs = [bucket for bucket in buckets.buckets if bucket.rows == least or not alone]
-            state = compile_all(self._lm, self._config, self._state_now(), programs, logprobs=not alone)
+            compile_all(self._lm, self._config, self._state_now(), programs, logprobs=not alone)
             if not alone:
-                state, self._cost = measure_cost(self._lm, self._config, state, buckets)
-            self._change(state)
+                state, self._cost = measure_cost(self._lm, self._config, self._state_now(), buckets)
+                self._change(state)
             return self.runner.clock() - before
 
     def partial(self, state: RequestState) -> Result:

@@ -1,13 +1,16 @@
 """Warm-up: compilation before the first request.
 
-Programs are compiled by running them without effect: with zero steps, without rows, or on a state without due tokens.
+Programs are traced one after the other and compiled side by side, without running them: later calls with equal shapes
+find them compiled.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 
 import jax
@@ -16,13 +19,13 @@ import numpy as np
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import powers
-from infer.answers.logprobs import CHUNK, likeliest
+from infer.answers.logprobs import CHUNK, lower_likeliest
 from infer.decode.decode_step import StopConditions, run, summarise
 from infer.decode.guidance import guidance_arrays, guide
-from infer.decode.slots import append_text, copy_slots, put_bias, row_contents
+from infer.decode.slots import admit, append_text, copy_slots, put_bias, row_contents
 from infer.decode.state import DecodeState, EngineConfig
 from infer.request import Request, SamplingParams
-from infer.scheduling.admission import MIN_PROMPT, admit_request
+from infer.scheduling.admission import MIN_PROMPT, admission
 
 log = logging.getLogger(__name__)
 
@@ -31,56 +34,66 @@ NO_STEP = StopConditions(np.int32(0), np.int32(-1), np.int32(0), np.bool_(False)
 
 def compile_all(
     lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket], logprobs: bool
-) -> DecodeState:
+) -> None:
     """Compile the programs of steps, and the operations on rows between steps.
 
     Args:
+        state: the state, which is not changed.
         logprobs: compile the programs of log probabilities, too.
     """
     programs, begun = _programs(lm, config, state, buckets, logprobs), time.perf_counter()
-    for number, (name, compiled) in enumerate(programs, 1):
-        state = jax.block_until_ready(compiled(state))
-        log.info("program %d of %d: %s, %.0f s", number, len(programs), name, time.perf_counter() - begun)
-    return state
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        names = {pool.submit(lower().compile): name for name, lower in programs}
+        for number, compiled in enumerate(as_completed(names), 1):
+            compiled.result()
+            seconds = time.perf_counter() - begun
+            log.info("program %d of %d: %s, %.0f s", number, len(programs), names[compiled], seconds)
 
 
 def _programs(
     lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket], logprobs: bool
-) -> list[tuple[str, Callable[[DecodeState], DecodeState]]]:
-    """Return the name of each program, and a function that compiles it and returns an equal state."""
+) -> list[tuple[str, Callable[[], jax.stages.Lowered]]]:
+    """Return the name of each program, and a function that traces it."""
     batch, capacity = state.cache.tokens.shape
     words, branches = state.token_mask.shape[3], state.token_mask.shape[1]
-    nobody = np.full(2, batch, np.int32)  # rows past the end, of which nothing changes
+    row, rows = np.int32(batch), np.zeros(2, np.int32)
 
-    def step(state: DecodeState, bucket: Bucket, drafting: bool) -> DecodeState:
-        return run(lm.params, state, NO_STEP, config, bucket, drafting)[0]
+    def step(bucket: Bucket, drafting: bool) -> jax.stages.Lowered:
+        return run.lower(lm.params, state, NO_STEP, config, bucket, drafting)
 
-    def prompt(state: DecodeState, size: int) -> DecodeState:
+    def prompt(size: int) -> jax.stages.Lowered:
         request = Request((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
-        state = admit_request(lm, config, state, request, batch)
-        state = append_text(state, np.int32(batch), np.zeros(size, np.int32), np.int32(0), config)
-        return copy_slots(state, np.zeros(2, np.int32), nobody, config, min(size, capacity))
+        return admit.lower(state, admission(lm, config, state, request, batch), config)
 
-    def score(state: DecodeState, size: int) -> DecodeState:
-        likeliest(lm, config, np.zeros(min(size, capacity), np.int32), -1)
-        return state
+    def text(size: int) -> jax.stages.Lowered:
+        return append_text.lower(state, row, np.zeros(size, np.int32), np.int32(0), config)
 
-    def guidance(state: DecodeState, size: int) -> DecodeState:
-        return guide(state, guidance_arrays({}, batch, words, config, size), config)[0]
+    def copy(size: int) -> jax.stages.Lowered:
+        return copy_slots.lower(state, rows, rows, config, min(size, capacity))
 
-    def others(state: DecodeState) -> DecodeState:
-        state = put_bias(state, np.int32(batch), np.zeros(state.bias.shape[1], np.float32), config)
-        jax.block_until_ready((summarise(state, config), row_contents(state, np.int32(0))))
-        return state
+    def score(size: int) -> jax.stages.Lowered:
+        return lower_likeliest(lm, config, min(size, capacity))
 
-    drafts, sizes = sorted({False, config.draft_tokens > 0}), (1, *powers(branches, batch * branches))
+    def guidance(size: int) -> jax.stages.Lowered:
+        return guide.lower(state, guidance_arrays({}, batch, words, config, size), config)
+
+    bias = np.zeros(state.bias.shape[1], np.float32)
+    prompts, segments = powers(MIN_PROMPT, capacity), (1, *powers(branches, batch * branches))
     return [
-        *((str(one), partial(step, bucket=one, drafting=drafting)) for one in buckets for drafting in drafts),
-        *((f"prompts of {size} tokens", partial(prompt, size=size)) for size in powers(MIN_PROMPT, capacity)),
         *(
-            (f"log probabilities of {size} tokens", partial(score, size=size))
+            (f"{bucket}, drafts {drafting}", partial(step, bucket, drafting))
+            for bucket in buckets
+            for drafting in sorted({False, config.draft_tokens > 0})
+        ),
+        *((f"prompts of {size} tokens", partial(prompt, size)) for size in prompts),
+        *((f"known text of {size} tokens", partial(text, size)) for size in prompts),
+        *((f"copies of {size} slots", partial(copy, size)) for size in prompts),
+        *(
+            (f"log probabilities of {size} tokens", partial(score, size))
             for size in (powers(CHUNK, max(CHUNK, capacity)) if logprobs else ())
         ),
-        *((f"decisions for {size} segments", partial(guidance, size=size)) for size in sizes),
-        ("other operations", others),
+        *((f"decisions for {size} segments", partial(guidance, size)) for size in segments),
+        ("biases", lambda: put_bias.lower(state, row, bias, config)),
+        ("summary", lambda: summarise.lower(state, config)),
+        ("contents of a row", lambda: row_contents.lower(state, np.int32(0))),
     ]
