@@ -11,8 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from aspd_jax.blocks.checks import asked_for, similar
 from aspd_jax.lists import (
+    CLAUSE_WORDS,
     CLOSER,
     Lead,
     ListForm,
@@ -31,7 +34,7 @@ from infer.control.masks import token_bits
 from infer.control.tags import text_rule
 from infer.decode.guidance import RowGuidance, SerialRule
 from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
-from infer.decode.token_classes import ANY_TEXT, END, LINE, TEXT, TokenClasses
+from infer.decode.token_classes import ANY_TEXT, END, IN_LINE, LINE, MARK, TokenClasses
 from infer.request import Request
 
 MAX_ITEMS = 10  # items of a list whose number nobody asked for
@@ -40,6 +43,7 @@ MAX_LEAD_TOKENS = 24
 MAX_TRIES = 3  # first tokens of a lead that are barred, one after the other, because they began a repetition
 RESERVE = 60  # tokens of the budget for each item, so that its body need not be cut
 LINES = 1 << LINE
+MARKS = LINES | 1 << MARK
 SCRATCH = SerialRule(ANY_TEXT, ANY_TEXT)  # leads end neither the answer nor the sequence
 
 
@@ -170,7 +174,7 @@ class Lists(Controller):
             if len(serial) - size > MAX_LEAD_TOKENS or "\n" in line:
                 return self._text()
             self._line = size
-            return RowGuidance(left={0: 1}, stops={0: LINES})
+            return RowGuidance(left={0: self._until_lead(line, serial) if begins else 1}, stops={0: MARKS})
         is_short = lead.form.kind in ("label", "clause") and line[lead.end :].strip(" .") == "\n"
         refusal = fork_refusal(self._request.messages, lead.form, [lead.text], line, text[:place])
         if is_short or not lead.text or refusal:
@@ -222,7 +226,8 @@ class Lists(Controller):
         text = self._codec.decode(serial)[len(self._codec.decode(serial[: opened.start])) :]
         lead = next_lead(opened.form, text)
         if lead is None and len(written) < MAX_LEAD_TOKENS and self._left(len(serial)) > 1:
-            return RowGuidance({0: ()}, {0: 1}, serial=SCRATCH)
+            left = min(self._until_lead(text, serial), MAX_LEAD_TOKENS - len(written))
+            return RowGuidance({0: ()}, {0: left}, {0: MARKS}, serial=SCRATCH)
         self._hidden += len(written)
         leads = [item.lead for item in opened.items]
         repeats = lead is not None and any(similar(lead.text, other) for other in leads)
@@ -242,6 +247,11 @@ class Lists(Controller):
                     return self._scratch(opened, begin, known, output)
         return self._fork(opened, output)
 
+    def _until_lead(self, text: str, serial: Sequence[int]) -> int:
+        """Return the tokens without a punctuation mark after which the lead that a text begins may have ended."""
+        marked = int(self._classes.kind[serial[-1]]) == MARK  # what a mark ends depends on what follows it
+        return 1 if marked else max(1, CLAUSE_WORDS - len(text.split()))
+
     @property
     def _most(self) -> int:
         """Return the maximum items of a list."""
@@ -253,7 +263,7 @@ class Lists(Controller):
 
     def _scratch(self, opened: OpenList, size: int, known: Sequence[int], output: RequestOutput) -> RowGuidance:
         """Feed known text behind the first `size` serial tokens, and sample a token that may begin a lead."""
-        allowed = (self._classes.kind == TEXT) & ~self._classes.marker
+        allowed = ((IN_LINE >> self._classes.kind.astype(np.int32)) & 1 > 0) & ~self._classes.marker
         allowed[opened.barred] = False
         mask = token_bits(allowed, -(-allowed.size // 32))
         guidance = RowGuidance({0: [mask]}, {0: 1}, {0: 0}, serial=SCRATCH)

@@ -21,11 +21,11 @@ from infer.decode.state import A_NUMBER, A_TITLE, LENGTH, NO_LIMIT, EngineConfig
 from infer.decode.token_classes import (
     ANY_TEXT,
     END,
+    IN_LINE,
     NO_NUMBER,
     OTHER,
     PARALLEL_START,
     SLASH,
-    TEXT,
     TITLE_END,
     TITLE_START,
     TokenClasses,
@@ -76,7 +76,7 @@ class Tags(Controller):
         self._config, self._classes = config, classes
         self._special, self._leads = config.special, config.form.leads
         self._words = -(-classes.kind.size // 32)
-        self._title = ANY_TEXT if self._leads else 1 << TEXT  # a name has no line break
+        self._title = ANY_TEXT if self._leads else IN_LINE  # a name has no line break
 
     def follow(self, output: RequestOutput) -> RowGuidance:
         """Return what follows the last token of a sequence that waits (`RequestOutput.opening`)."""

@@ -5,6 +5,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,8 +13,10 @@ import numpy as np
 
 from aspd_jax.tokens import TextCodec
 
-TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER, LINE = range(10)
-ANY_TEXT = 1 << TEXT | 1 << LINE  # rule of plain text: bit c permits class c
+TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER, LINE, MARK = range(11)
+IN_LINE = 1 << TEXT | 1 << MARK  # rule of plain text within a line: bit c permits class c
+ANY_TEXT = IN_LINE | 1 << LINE  # rule of plain text
+_MARKS = re.compile(r"[*:.!?,;()–—-]|[：。！？，；、（]")  # what may end the lead of a list item
 NO_NUMBER, SLASH = -1, -2  # values of `TokenClasses.number`
 
 
@@ -21,7 +24,8 @@ class TokenClasses(NamedTuple):
     """The class and the properties of every token.
 
     Attributes:
-        kind: class, uint8 [V]; LINE: text with a line break.
+        kind: class, uint8 [V]; LINE: text with a line break; MARK: with a punctuation
+            mark.
         marker: whether a token has no letters, bool [V]: digits, blanks and punctuation, as in "3/5 " and "2. ".
         number: number that a token spells, int16 [V]; SLASH; otherwise NO_NUMBER.
         scale: 10 to the power of the number of digits of a token that has nothing else, int16 [V]; otherwise 1.
@@ -61,6 +65,7 @@ def token_classes(
         scale[:] = [10 ** len(text) if number_of(text) >= 0 else 1 for text in texts]
         breaks = np.asarray([len(f"{text}.".splitlines()) > 1 for text in texts])
         kind[breaks & (kind == TEXT)] = LINE
+        kind[np.asarray([bool(_MARKS.search(text)) for text in texts]) & (kind == TEXT)] = MARK
     return TokenClasses(kind, marker, number, scale)
 
 
