@@ -1,19 +1,24 @@
 #!/usr/bin/env bash
 # Run the tests and then the benchmarks on an accelerator.
-#   tests/accelerator.sh FOLDER [step…]     # steps, all by default: kernels tests demo widths flash answers context batch int8 train
-# Write logs, tables, JSON and the printed summary to FOLDER. A step that fails, or takes more than LIMIT seconds
-# (300), does not stop later steps. PYTHON (python3) has jax[cuda13] or jax[tpu] and the packages of requirements.txt;
-# SHAPE (7b) and DTYPE (bfloat16) select the random model. ANY_DEVICE=1 tests the script itself on a CPU.
+#   tests/accelerator.sh FOLDER [step…]
+# Steps, the most valuable first, all by default: real answers widths kernels tests demo flash context batch int8 train
+# Write logs, tables, JSON and the printed summary, Markdown, to FOLDER. A step that fails, or takes more than LIMIT
+# seconds (300), does not stop later steps; after TOTAL seconds (720) no further one begins. PYTHON (python3) has
+# jax[cuda13] or jax[tpu] and the packages of requirements.txt. MODELS names the checkpoints of the step `real`, and
+# QUESTIONS a file of questions in FastChat's form: whole answers in both modes, and JSON fields. SHAPE (7b) and DTYPE
+# (bfloat16) select the random model of the other steps. ANY_DEVICE=1 tests the script itself on a CPU.
 set -uo pipefail
-[ $# -gt 0 ] || { sed -n '2,6s/^# //p' "$0"; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,9s/^# //p' "$0"; exit 2; }
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 shift
 steps=("$@")
-[ $# -gt 0 ] || steps=(kernels tests demo widths flash answers context batch int8 train)
+[ $# -gt 0 ] || steps=(real answers widths kernels tests demo flash context batch int8 train)
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
 model=(--shape "${SHAPE:-7b}" --dtype "${DTYPE:-bfloat16}")
+# A program takes about 20 s to compile for a GPU; autotuning multiplies that, and Triton products are slow without it.
+export XLA_FLAGS=${XLA_FLAGS:---xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false}
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
 
 device=$("$python" -c "import jax; print(jax.default_backend(), jax.device_count(), jax.devices()[0].device_kind, 'jax', jax.__version__)") || exit 1
@@ -26,9 +31,10 @@ esac
 
 failed=0
 step() { # name, command…
-  local name=$1 began=$SECONDS
+  local name=$1 began=$SECONDS left=$((${TOTAL:-720} - SECONDS))
   shift
-  timeout "${LIMIT:-300}" "$@" > "$folder/$name.txt" 2>&1
+  [ $left -gt 0 ] || { echo "== $name: no time left"; return; }
+  timeout $((left < ${LIMIT:-300} ? left : ${LIMIT:-300})) "$@" > "$folder/$name.txt" 2>&1
   local status=$?
   [ $status -eq 0 ] || failed=1
   echo "== $name: exit $status, $((SECONDS - began)) s: ${*//$folder/FOLDER}"
@@ -45,6 +51,11 @@ decode() { # name, options…
   echo "$device; $(git rev-parse --short HEAD 2> /dev/null)"
   for name in "${steps[@]}"; do
     case $name in
+      real)
+        [ -n "${QUESTIONS:-}" ] || { echo "== real: left out, QUESTIONS names no file"; continue; }
+        # shellcheck disable=SC2086
+        step real "$python" -m tests.helpers.on_device ${MODELS:-smollm2} --questions "$QUESTIONS" \
+          --seconds $((${LIMIT:-300} - 60)) --output "$folder/real" ;;
       kernels) step kernels env JAX_PLATFORMS="$platform" XLA_PYTHON_CLIENT_PREALLOCATE=false \
         "$python" -m pytest -q --numprocesses="$workers" -m "" tests/aspd_jax/model/test_kernels_on_device.py ;;
       # Exact comparisons require exact products. Tests that need several devices or start processes are omitted.
