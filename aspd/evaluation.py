@@ -23,10 +23,6 @@ def add(commands: Any) -> None:
     report = command(kinds, "report", run_report, "Write the report of an existing run.")
     report.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
 
-    lists = command(kinds, "lists", run_lists, "Compare the lists of two files of answers to the same questions.")
-    lists.add_argument("serial", type=Path, metavar="SERIAL", help="output of `aspd generate --input` in serial mode")
-    lists.add_argument("parallel", type=Path, metavar="PARALLEL", help="output with lists in parallel")
-
     ablate = command(
         commands,
         "ablate",
@@ -54,13 +50,6 @@ def run_eval(options: argparse.Namespace) -> None:
 def run_report(options: argparse.Namespace) -> None:
     """Run `aspd eval report`."""
     _report(options.folder)
-
-
-def run_lists(options: argparse.Namespace) -> None:
-    """Run `aspd eval lists`."""
-    from infer.evaluation.lists import lists_report
-
-    print(lists_report(options.serial, options.parallel))
 
 
 def _report(folder: Path) -> None:

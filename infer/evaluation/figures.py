@@ -13,6 +13,7 @@ import numpy as np
 from infer.evaluation.config import EvalConfig
 from infer.evaluation.evaluate import answers_file, speed_file
 from infer.evaluation.intervals import difference, interval
+from infer.evaluation.lists import ListPair
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import total
 from infer.offline.journal import read_journal
@@ -50,6 +51,28 @@ def figures(config: EvalConfig, questions: dict[str, Sequence[Question]], folder
             "comparisons": _comparisons(config, answers, timed),
         }
     return results
+
+
+def list_pairs(
+    config: EvalConfig, questions: dict[str, Sequence[Question]], folder: Path
+) -> dict[str, dict[str, list[ListPair]]]:
+    """Return the answers of each model that has both modes, by benchmark and model; turns that both modes answered."""
+    both = [system.model for system in config.systems if system.mode == "adaptive"]
+    found: dict[str, dict[str, list[ListPair]]] = {}
+    for bench, asked in questions.items():
+        found[bench] = {}
+        for name in both:
+            files = [answers_file(folder, bench, system.name) for system in config.systems if system.model == name]
+            adaptive, serial = ({record["question_id"]: record for record in read_journal(file)} for file in files)
+            found[bench][name] = [
+                ListPair(question.category, question.turns[: number + 1], *records)
+                for question in asked
+                if question.id in adaptive and question.id in serial
+                for number, records in enumerate(
+                    zip(serial[question.id]["turns"], adaptive[question.id]["turns"], strict=False)
+                )
+            ]
+    return found
 
 
 def _in_order(records: Sequence[Record], order: Sequence[Any]) -> list[Record]:

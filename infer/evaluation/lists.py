@@ -1,4 +1,4 @@
-"""Lists of two files of answers to the same questions, serial and parallel: items, defects and ideal speed-up."""
+"""Lists of answers to the same questions in serial and in adaptive mode: items, defects and ideal speed-up."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 from aspd_jax.blocks.checks import MAX_SHARED, asked_for, shared_words, similar
-from aspd_jax.errors import DataError
-from aspd_jax.jsonl import read_lines
 from aspd_jax.lists import TextList, concludes, lists_of
 
 DEFECTS = {
@@ -84,50 +82,55 @@ def _defects(found: TextList, text: str) -> Iterator[str]:
         yield "repeated"
 
 
-def lists_report(serial: Path, parallel: Path) -> str:
-    """Return the comparison of two files of `aspd generate --input` as Markdown; questions that both answer count.
+@dataclass(frozen=True)
+class ListPair:
+    """The answers to a question in serial and in adaptive mode: records with `text`, `finish_reason` and `stats`.
 
-    Raises:
-        DataError: a file cannot be read, or no question is answered in both.
+    Attributes:
+        kind: kind of the question.
+        messages: the messages before the answer.
+        serial, adaptive: records.
     """
-    files = [_records(serial), _records(parallel)]
-    both = [key for key in files[0] if key in files[1]]
-    if not both:
-        raise DataError(f"{parallel}: expected answers to the questions of {serial}, got none")
-    pairs = [tuple(_Answer(file[key]) for file in files) for key in both]
-    forked = [pair for pair in pairs if pair[1].stats["blocks"]]
-    kinds = dict.fromkeys(str(pair[1].record.get("kind", "")) for pair in pairs)
-    groups = {"all": pairs} | ({kind: [p for p in pairs if p[1].record.get("kind", "") == kind] for kind in kinds})
-    head = ["questions", "answers", "begin a list, serial", "begin a list, parallel", "fork"]
-    rows = [_speed_row(name, group) for name, group in groups.items() if len(kinds) > 1 or name == "all"]
-    lines = _table([*head, "ideal speed-up", "ideal speed-up where it forks, together", "mean", "best"], rows)
-    lines += ["", f"The {len(forked)} questions whose answers fork:", ""]
-    modes = [[pair[mode] for pair in forked] for mode in range(2)]
-    names = ["content tokens", "ended by itself", "lists", "items", "asked-for number given", *DEFECTS.values()]
-    return "\n".join([*lines, *_table(["", "serial", "parallel"], zip(names, *map(_column, modes), strict=True))])
+
+    kind: str
+    messages: Sequence[str]
+    serial: Mapping[str, Any]
+    adaptive: Mapping[str, Any]
+
+    @cached_property
+    def answers(self) -> tuple[_Answer, _Answer]:
+        """Return both answers, serial first, with the checks of their lists."""
+        return _Answer(self.messages, self.serial), _Answer(self.messages, self.adaptive)
 
 
 class _Answer:
     """A record with the checks of its lists."""
 
-    def __init__(self, record: dict[str, Any]) -> None:
+    def __init__(self, messages: Sequence[str], record: Mapping[str, Any]) -> None:
         self.record, self.stats = record, record["stats"]
-        messages = [message["content"] for message in record.get("messages", ())][:-1] or [record.get("prompt", "")]
         self.checks = check_lists(messages, record["text"])
         self.begins = next(lists_of(record["text"]), None) is not None
 
 
-def _records(file: Path) -> dict[tuple[Any, Any], dict[str, Any]]:
-    """Return the answers of a file by identifier and sample, without those with an error."""
-    values = [line.value for line in read_lines(file) if isinstance(line.value, dict)]
-    return {(value.get("id"), value.get("sample", 0)): value for value in values if {"text", "stats"} <= value.keys()}
+def lists_lines(pairs: Sequence[ListPair]) -> list[str]:
+    """Return the comparison of lists in both modes as lines of Markdown."""
+    forked = [pair for pair in pairs if pair.adaptive["stats"]["blocks"]]
+    kinds = dict.fromkeys(pair.kind for pair in pairs)
+    groups = {"all": pairs} | ({kind: [p for p in pairs if p.kind == kind] for kind in kinds} if len(kinds) > 1 else {})
+    head = ["questions", "answers", "begin a list, serial", "begin a list, adaptive", "fork"]
+    head += ["ideal speed-up", "ideal speed-up where it forks, together", "mean", "best"]
+    lines = _table(head, [_speed_row(name, group) for name, group in groups.items()])
+    lines += ["", f"The {len(forked)} questions whose answers fork:", ""]
+    modes = [[pair.answers[mode] for pair in forked] for mode in range(2)]
+    names = ["content tokens", "ended by itself", "lists", "items", "asked-for number given", *DEFECTS.values()]
+    return [*lines, *_table(["", "serial", "adaptive"], zip(names, *map(_column, modes), strict=True))]
 
 
-def _speed_row(name: str, pairs: Sequence[tuple[_Answer, ...]]) -> list[Any]:
-    answers = [parallel for _, parallel in pairs]
+def _speed_row(name: str, pairs: Sequence[ListPair]) -> list[Any]:
+    answers = [pair.answers[1] for pair in pairs]
     forked = [answer.stats for answer in answers if answer.stats["blocks"]]
     ideal = [stats["content_tokens"] / stats["critical_path"] for stats in forked]
-    begins = [sum(pair[mode].begins for pair in pairs) for mode in range(2)]
+    begins = [sum(pair.answers[mode].begins for pair in pairs) for mode in range(2)]
     together = [_together([answer.stats for answer in answers]), _together(forked)]
     mean, best = (f"{value:.2f}x" for value in (sum(ideal) / len(ideal), max(ideal))) if ideal else ("", "")
     return [name, len(pairs), *begins, len(forked), *together, mean, best]

@@ -9,7 +9,8 @@ from typing import Any
 
 from aspd_jax.files import write_whole
 from infer.evaluation.config import EvalConfig
-from infer.evaluation.figures import RATIO, figures
+from infer.evaluation.figures import RATIO, figures, list_pairs
+from infer.evaluation.lists import ListPair, lists_lines
 from infer.evaluation.questions import Question
 
 
@@ -18,7 +19,7 @@ def write_report(
 ) -> str:
     """Write report.md and report.json, and return the Markdown."""
     results = figures(config, questions, folder)
-    text = markdown(config, environment, results)
+    text = markdown(config, environment, results, list_pairs(config, questions, folder))
     settings = json.loads((folder / "config.json").read_text())
     whole = {"environment": environment, "config": settings, "figures": results}
     write_whole(folder / "report.json", json.dumps(whole, indent=1, allow_nan=False, default=str) + "\n")
@@ -26,7 +27,12 @@ def write_report(
     return text
 
 
-def markdown(config: EvalConfig, environment: dict[str, Any], results: dict[str, Any]) -> str:
+def markdown(
+    config: EvalConfig,
+    environment: dict[str, Any],
+    results: dict[str, Any],
+    pairs: dict[str, dict[str, list[ListPair]]],
+) -> str:
     """Return the report as Markdown."""
     lines = ["# Evaluation", ""]
     lines += _setting(config, environment)
@@ -40,6 +46,9 @@ def markdown(config: EvalConfig, environment: dict[str, Any], results: dict[str,
         if speeds:
             lines += ["### Speed", ""] + _speed_table(speeds) + [""]
         lines += ["### Structure", ""] + _structure_table({n: s["all"]["structure"] for n, s in systems.items()}) + [""]
+        for name, answers in pairs[bench].items():
+            if any(pair.adaptive["stats"]["blocks"] for pair in answers):
+                lines += [f"### Lists of {name}", "", *lists_lines(answers), ""]
         for name, system in systems.items():
             if len(system["categories"]) > 1:
                 lines += [f"### {name}, by category", ""] + _category_table(system["categories"]) + [""]

@@ -275,6 +275,7 @@ def test_a_run_leaves_a_report(finished: tuple[Path, Path]) -> None:
     for said in (
         "## mt-small",
         "### Structure",
+        "### Lists of ours",
         "Reproduction",
         "writing \\| odd",
         "content tokens/s, ratio",

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import aspd
-from aspd_jax.errors import DataError
-from infer.evaluation.lists import DEFECTS, check_lists, lists_report
+from infer.evaluation.lists import DEFECTS, ListPair, check_lists, lists_lines
 
 GOOD = "Tips:\n\n1. **Sleep**: Eight hours.\n\n2. **Eat**: No sugar.\n\n3. **Walk**: Each day.\n\nThat is all."
 SENTENCE = "which keeps the heart and the mind in good order for life."
@@ -46,33 +42,20 @@ def test_counts() -> None:
     assert (checks.lists, checks.items, checks.asked, dict(checks.defects)) == (2, 5, 3, {})
 
 
-def record(id: int, text: str, path: int, blocks: int, kind: str = "tips", **more: Any) -> dict[str, Any]:
+def record(text: str, path: int, blocks: int, finish: str = "stop") -> dict[str, Any]:
     stats = {"content_tokens": 40, "critical_path": path, "blocks": blocks, "branches": 3 * blocks}
-    return {"id": id, "kind": kind, "prompt": "Give me three tips.", "text": text, "stats": stats} | (
-        {"finish_reason": "stop"} | more
-    )
+    return {"text": text, "stats": stats, "finish_reason": finish}
 
 
-def files(folder: Path) -> list[Path]:
-    short = GOOD.replace("\n\n3. **Walk**: Each day.", "")
-    serial = [record(1, short, 41, 0), record(2, GOOD, 41, 0, "trips"), record(3, "No list.", 41, 0)]
-    serial.append(record(9, "", 1, 0))
-    parallel = [
-        record(2, GOOD.replace("3. ", "5. "), 10, 1, "trips", finish_reason="length"),
-        record(1, GOOD, 20, 1),
-        record(3, "No list.", 41, 0),
-        {"id": 9, "error": "too long"},
+def test_both_modes_are_compared() -> None:
+    asks, short = ["Give me three tips."], GOOD.replace("\n\n3. **Walk**: Each day.", "")
+    wrong = GOOD.replace("3. ", "5. ")
+    pairs = [
+        ListPair("tips", asks, record(short, 41, 0), record(GOOD, 20, 1)),
+        ListPair("trips", asks, record(GOOD, 41, 0), record(wrong, 10, 1, "length")),
+        ListPair("tips", asks, record("No list.", 41, 0), record("No list.", 41, 0)),
     ]
-    paths = [folder / "serial.jsonl", folder / "parallel.jsonl"]
-    for path, records in zip(paths, (serial, parallel), strict=True):
-        path.write_text("".join(json.dumps(line) + "\n" for line in records))
-    return paths
-
-
-def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = files(tmp_path)
-    assert aspd.main(["eval", "lists", *map(str, paths)]) == 0
-    rows = table(capsys.readouterr().out)
+    rows = table("\n".join(lists_lines(pairs)))
     assert rows["all"] == ["3", "2", "2", "2", "1.69x", "2.67x", "3.00x", "4.00x"]
     assert rows["tips"] == ["2", "1", "1", "1", "1.31x", "2.00x", "2.00x", "2.00x"]
     assert rows["trips"] == ["1", "1", "1", "1", "4.00x", "4.00x", "4.00x", "4.00x"]
@@ -86,10 +69,3 @@ def table(text: str) -> dict[str, list[str]]:
     """Cells of the rows of a Markdown text by their first cell."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return {name: cells for name, *cells in lines}
-
-
-def test_files_without_a_common_question_are_refused(tmp_path: Path) -> None:
-    serial, parallel = files(tmp_path)
-    parallel.write_text(json.dumps(record(7, GOOD, 10, 1)) + "\n")
-    with pytest.raises(DataError, match="got none"):
-        lists_report(serial, parallel)
