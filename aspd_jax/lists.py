@@ -7,6 +7,7 @@ could change it, they return None. A line with its line feed is complete.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -95,6 +96,11 @@ class ListForm:
             return self.item(index, lead)
         return f"{self.item(index, lead)}{'' if self.closing[-1:] in ('', '：') else ' '}..."
 
+    def goes_on(self, index: int, token: str) -> bool:
+        """Return whether a token between two items begins the item `index`."""
+        marker, piece = self.marker(index), token.lstrip(" ")
+        return bool(piece) and (marker.startswith(piece) or piece.startswith(marker.rstrip()))
+
     def begins_item(self, line: str) -> bool | None:
         """Return whether a line begins a further item of the list; None: this depends on its continuation."""
         if not self.before + self.numeral:
@@ -160,6 +166,66 @@ def open_line(text: str) -> int | None:
     """Return the offset of the last line of a text, on which a list may begin; None: it is in code or a formula."""
     *_, (start, _, protected) = _lines(text)
     return None if protected else start
+
+
+class Beginning(NamedTuple):
+    """A line that begins a list that may fork, or may begin one.
+
+    Attributes:
+        place: characters before the line.
+        lead: lead of the first item; None: it depends on the continuation of the line.
+        begins: whether the line begins an item; None: this depends on its continuation, too.
+    """
+
+    place: int
+    lead: Lead | None
+    begins: bool | None
+
+
+class ListDetector:
+    """Detector of lists that may fork, in serial text that is being written.
+
+    Args:
+        messages: the messages before the answer.
+    """
+
+    def __init__(self, messages: Sequence[str]) -> None:
+        self._messages = messages
+        self._passed: ListForm | None = None
+
+    def pass_over(self, form: ListForm) -> None:
+        """Take the next items of this form for parts of a list that goes on serially."""
+        self._passed = form
+
+    def look(self, text: str) -> Beginning | None:
+        """Return what the last line of a text begins; None: no list that may fork, whatever follows in the line."""
+        place = open_line(text)
+        if place is None:
+            return None
+        line = text[place:]
+        begins = self._begins(line)
+        if begins is False:
+            return None
+        lead = lead_of(line) if begins else None
+        if lead is None:
+            return None if "\n" in line else Beginning(place, None, begins)
+        is_short = lead.form.kind in ("label", "clause") and line[lead.end :].strip(" .") == "\n"
+        if is_short or not lead.text or fork_refusal(self._messages, lead.form, [lead.text], line, text[:place]):
+            self.pass_over(lead.form)
+            return None
+        return Beginning(place, lead, True)
+
+    def _begins(self, line: str) -> bool | None:
+        """Return whether a line begins a list that may fork; None: this depends on its continuation."""
+        begins = begins_item(line)
+        if self._passed is None or not line.strip():
+            return begins
+        further = self._passed.begins_item(line)
+        if further is not False:
+            return None if further is None else False
+        if not line.startswith((" ", "\t")) and begins is False:
+            self._passed = None  # other text
+        return begins
 
 
 def begins_item(line: str) -> bool | None:
@@ -264,6 +330,12 @@ def _kind(
     if not line.endswith("\n") and len(line) < CLOSER:
         return None
     return "prose" if CLOSERS.match(line[:CLOSER]) else "body"
+
+
+def separator_of(form: ListForm, gaps: Sequence[str]) -> str:
+    """Return the text between the items of a list: the commonest of the gaps behind its bodies that have a line end."""
+    ends = Counter("\n" * min(gap.count("\n"), 2) for gap in gaps if "\n" in gap)
+    return ends.most_common(1)[0][0] if ends else form.separator
 
 
 def lists_of(text: str) -> Iterator[TextList]:

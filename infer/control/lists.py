@@ -7,7 +7,6 @@ the other. Behind each of them the model chooses whether the list goes on; where
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,14 +17,13 @@ from aspd_jax.lists import (
     CLAUSE_WORDS,
     CLOSER,
     Lead,
+    ListDetector,
     ListForm,
-    begins_item,
     body_of,
     concludes,
     fork_refusal,
-    lead_of,
     next_lead,
-    open_line,
+    separator_of,
 )
 from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TextCodec
 from infer.answers.answer import RequestOutput
@@ -112,11 +110,11 @@ class Lists(Controller):
     def __init__(self, request: Request, codec: TextCodec, classes: TokenClasses, config: EngineConfig) -> None:
         self._request, self._codec, self._classes, self._config = request, codec, classes, config
         self._asked = asked_for(request.messages)
+        self._detector = ListDetector(request.messages)
         self._items: list[ItemIds] = []  # finished serial texts and lists
         self._after = 0  # serial tokens that `_items` hold
         self._list: OpenList | None = None
         self._line: int | None = None  # serial tokens before a line that may begin a list
-        self._refused: ListForm | None = None  # form of a list that is written serially
         self._hidden = 0  # sampled tokens that are no part of the answer
         self._base = 0  # position of the first token of the answer
 
@@ -160,43 +158,21 @@ class Lists(Controller):
         """Look for the beginning of a list."""
         self._base = output.position + 1 - len(serial)
         text = self._codec.decode(serial)
-        place = open_line(text)
-        self._line = None
-        if place is None:
+        begun, self._line = self._detector.look(text), None
+        if begun is None:
             return self._text()
-        line = text[place:]
-        begins = self._begins_list(line)
-        if begins is False:
-            return self._text()
-        lead = lead_of(line) if begins else None
-        if lead is None:
-            size = self._tokens_before(serial, place)
-            if len(serial) - size > MAX_LEAD_TOKENS or "\n" in line:
+        if begun.lead is None:
+            size = self._tokens_before(serial, begun.place)
+            if len(serial) - size > MAX_LEAD_TOKENS:
                 return self._text()
             self._line = size
-            return RowGuidance(left={0: self._until_lead(line, serial) if begins else 1}, stops={0: MARKS})
-        is_short = lead.form.kind in ("label", "clause") and line[lead.end :].strip(" .") == "\n"
-        refusal = fork_refusal(self._request.messages, lead.form, [lead.text], line, text[:place])
-        if is_short or not lead.text or refusal:
-            self._refused = lead.form
-            return self._text()
-        return self._begin_list(serial, text, place, lead, output)
+            left = self._until_lead(text[begun.place :], serial) if begun.begins else 1
+            return RowGuidance(left={0: left}, stops={0: MARKS})
+        return self._begin_list(serial, text, begun.place, begun.lead, output)
 
     def _text(self) -> RowGuidance:
         """Let serial text go on to the next end of a line."""
         return RowGuidance({0: ()}, stops={0: LINES}, serial=text_rule(forks=False))
-
-    def _begins_list(self, line: str) -> bool | None:
-        """Return whether a line begins a list that may fork; None: this depends on its continuation."""
-        begins = begins_item(line)
-        if self._refused is None or not line.strip():
-            return begins
-        further = self._refused.begins_item(line)
-        if further is not False:
-            return None if further is None else False
-        if not line.startswith((" ", "\t")) and begins is False:
-            self._refused = None  # other text
-        return begins
 
     def _tokens_before(self, serial: Sequence[int], place: int) -> int:
         """Return the number of tokens that end in the first `place` characters of serial text."""
@@ -282,7 +258,8 @@ class Lists(Controller):
         too_long = any(len(item.head) > self._config.longest_head for item in opened.items)
         few = len(opened.items) < min(MIN_ITEMS, self._most)
         if few or too_long or fork_refusal(self._request.messages, form, leads, before=before):
-            self._list, self._refused = None, form
+            self._list = None
+            self._detector.pass_over(form)
             return self._resumed(self._text(), len(opened.before), output, opened.first)
         heads = {number: item.head for number, item in enumerate(opened.items, 1)}
         sizes = [len(head) for head in heads.values()]
@@ -306,8 +283,7 @@ class Lists(Controller):
         if any(item.live for item in opened.items):
             left = {number: item.left for number, item in enumerate(opened.items, 1) if item.live and item.left}
             return RowGuidance(left=left, closed=ended, emptied=ended)
-        gaps = Counter("\n" * min(item.gap.count("\n"), 2) for item in opened.items if "\n" in item.gap)
-        opened.separator = gaps.most_common(1)[0][0] if gaps else opened.form.separator
+        opened.separator = separator_of(opened.form, [item.gap for item in opened.items])
         return self._feed_item(opened, len(opened.before), output)
 
     def _read_body(self, form: ListForm, item: Item, ids: list[int]) -> None:
@@ -348,9 +324,8 @@ class Lists(Controller):
 
     def _follow_joint(self, opened: OpenList, serial: list[int], output: RequestOutput) -> RowGuidance:
         """Go on with the next item if the model begins one, too; otherwise end the list."""
-        piece = self._codec.decode(serial)[len(self._codec.decode(serial[:-1])) :].lstrip(" ")
-        marker = opened.form.marker(opened.checked)
-        if piece and (marker.startswith(piece) or piece.startswith(marker.rstrip())):
+        piece = self._codec.decode(serial)[len(self._codec.decode(serial[:-1])) :]
+        if opened.form.goes_on(opened.checked, piece):
             self._hidden += 1
             return self._feed_item(opened, len(serial) - 1, output)
         self._end_list(opened)
@@ -375,7 +350,8 @@ class Lists(Controller):
         else:
             self._items.append(SerialIds(before + ids[0]))
         self._after = len(opened.before) + sum(len(item.final) for item in kept)
-        self._list, self._line, self._refused = None, None, opened.form
+        self._list = self._line = None
+        self._detector.pass_over(opened.form)
 
     def _with_list(self, opened: OpenList) -> tuple[list[ItemIds], frozenset[int]]:
         """Return the items of an answer whose last one is a list under way, and the numbers of unchecked branches."""
