@@ -110,6 +110,7 @@ def add(commands: Any) -> None:
         "--max-new-tokens", type=int, default=1024, help="maximum tokens of an answer; requests may set less"
     )
     proxy.add_argument("--timeout", type=float, default=120.0, help="maximum seconds between two pieces of an answer")
+    list_options(proxy)
 
 
 def run_proxy(options: argparse.Namespace) -> None:
@@ -140,7 +141,7 @@ def run_proxy(options: argparse.Namespace) -> None:
     forks = set(TAGS.values()) <= set(tokenizer.get_vocab())
     add_special_tokens(tokenizer)
     name = options.name or options.model
-    app = make_app(config, tokenizer, end_ids, name, options.max_new_tokens, checkpoint.titles, forks)
+    app = make_app(config, tokenizer, end_ids, name, options.max_new_tokens, checkpoint.titles, forks, options.lists)
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning", server_header=False)
 
 

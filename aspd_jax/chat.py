@@ -377,3 +377,11 @@ def _encode_alternating(tokenizer: Any, codec: TextCodec, parts: Sequence[str]) 
             spelt = number % 2
             ids += codec.encode_normalised(part) if spelt else tokenizer.encode(part, add_special_tokens=False)
     return ids
+
+
+def message_texts(prompt: Any) -> tuple[str, ...]:
+    """Return the texts of a prompt's messages; of token ids, none. `Engine.encode` refuses other contents."""
+    if isinstance(prompt, str):
+        return (prompt,)
+    contents = (message.get("content") for message in prompt if isinstance(message, Mapping))
+    return tuple(content for content in contents if isinstance(content, str))

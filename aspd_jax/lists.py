@@ -24,6 +24,11 @@ CLAUSE_WORDS = 6  # words of a lead that no punctuation ends
 LEAD_CHARACTERS = 80  # maximum characters of a lead without emphasis
 MAX_BOLD = 100  # maximum characters of a bold lead
 CLOSER = 40  # characters of a line that decide whether it concludes a list
+MAX_ITEMS = 10  # items of a list whose number nobody asked for
+MIN_ITEMS = 3  # items of a list that forks
+MAX_LEAD_TOKENS = 24
+MAX_TRIES = 3  # first tokens of a lead that are barred, one after the other, because they began a repetition
+RESERVE = 60  # tokens of the budget for each item, so that its body need not be cut
 
 _WORD = re.compile(rf"[{SPACELESS}]{{1,2}}|[^\s:：{SPACELESS}]+")
 _NUMERALS = {"1": r"\d{1,3}", "①": "[①-⑳]", "一": f"[{CHINESE}十]{{1,3}}"}  # patterns, by the first numeral

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, get_args
 
 import numpy as np
 
-from aspd_jax.chat import encode_history, encode_prompt
+from aspd_jax.chat import encode_history, encode_prompt, message_texts
 from aspd_jax.errors import RequestError, StructureError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import check_choice
@@ -512,14 +512,6 @@ class Engine:
             self._check_ids(segment, "script: ")
         if script and self.lm.special_tokens is not None:
             check_tags(script, self.config.special, self.config.form.leads)
-
-
-def message_texts(prompt: Prompt) -> tuple[str, ...]:
-    """Return the texts of a prompt's messages; of token ids, none. `Engine.encode` refuses other contents."""
-    if isinstance(prompt, str):
-        return (prompt,)
-    contents = (message.get("content") for message in prompt if isinstance(message, Mapping))
-    return tuple(content for content in contents if isinstance(content, str))
 
 
 def _draft_tokens(lm: LanguageModel, drafts: DraftSource, limit: int) -> int:

@@ -16,6 +16,11 @@ from aspd_jax.blocks.checks import asked_for, similar
 from aspd_jax.lists import (
     CLAUSE_WORDS,
     CLOSER,
+    MAX_ITEMS,
+    MAX_LEAD_TOKENS,
+    MAX_TRIES,
+    MIN_ITEMS,
+    RESERVE,
     Lead,
     ListDetector,
     ListForm,
@@ -35,11 +40,6 @@ from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
 from infer.decode.token_classes import ANY_TEXT, END, IN_LINE, LINE, MARK, TokenClasses
 from infer.request import Request
 
-MAX_ITEMS = 10  # items of a list whose number nobody asked for
-MIN_ITEMS = 3  # items of a list that forks
-MAX_LEAD_TOKENS = 24
-MAX_TRIES = 3  # first tokens of a lead that are barred, one after the other, because they began a repetition
-RESERVE = 60  # tokens of the budget for each item, so that its body need not be cut
 LINES = 1 << LINE
 MARKS = LINES | 1 << MARK
 SCRATCH = SerialRule(ANY_TEXT, ANY_TEXT)  # leads end neither the answer nor the sequence

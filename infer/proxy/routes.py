@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from aspd_jax.chat import encode_history
+from aspd_jax.chat import encode_history, message_texts
 from aspd_jax.errors import RequestError
 from aspd_jax.layout import Titles
 from aspd_jax.structure import canonical, to_json
@@ -22,8 +22,9 @@ from aspd_jax.tool_format import uses_tools
 from infer.answers.events import Event, StopFilter
 from infer.proxy.answering import Answering, Proxied, usage
 from infer.proxy.filling_upstream import TemplateFilling
+from infer.proxy.listing import ListAnswering
 from infer.proxy.upstream import Upstream, UpstreamConfig, UpstreamError
-from infer.request import PARAMETERS, SamplingParams
+from infer.request import PARAMETERS, ListMode, SamplingParams
 from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.forms import Answer, Chunks, name_ignored, reply
 from infer.server.guard import add_guard
@@ -43,6 +44,7 @@ def make_app(
     max_new_tokens: int,
     titles: Titles = "names",
     forks: bool = True,
+    lists: ListMode = "parallel",
 ) -> FastAPI:
     """Create the application of a proxy.
 
@@ -53,7 +55,8 @@ def make_app(
         name: name of the model in requests.
         max_new_tokens: default and maximum tokens of an answer.
         titles: form of the titles.
-        forks: whether the checkpoint has the special tokens; without them, only fields and templates have branches.
+        forks: whether the checkpoint has the special tokens; without them, lists, fields and templates have branches.
+        lists: how lists of a checkpoint without the special tokens are decoded in adaptive mode.
     """
     codec = Codec(tokenizer, titles=titles)
     upstream = Upstream(config)
@@ -61,7 +64,8 @@ def make_app(
     tags = codec.special.ids if forks else ()
     answering = Answering(upstream, codec, ends, tags)
     filling = TemplateFilling(upstream, codec.text, ends, tags)
-    proxy = _Proxy(answering, filling, codec, tokenizer, name, max_new_tokens)
+    listing = None if forks else ListAnswering(upstream, codec.text, ends, tags)
+    proxy = _Proxy(answering, filling, listing, lists, codec, tokenizer, name, max_new_tokens)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -85,12 +89,14 @@ class _Proxy:
         self,
         answering: Answering,
         filling: TemplateFilling,
+        listing: ListAnswering | None,
+        lists: ListMode,
         codec: Codec,
         tokenizer: Any,
         name: str,
         max_new_tokens: int,
     ) -> None:
-        self._answering, self._filling = answering, filling
+        self._answering, self._filling, self._listing, self._lists = answering, filling, listing, lists
         self._codec, self._tokenizer = codec, tokenizer
         self._name, self._max_new_tokens, self._started = name, max_new_tokens, int(time.time())
 
@@ -162,6 +168,9 @@ class _Proxy:
             template, in_order = Template([Hole("", context="", schema=str(sampling.json_schema))]), True
         if template is None:
             adaptive = body.aspd.mode == "adaptive"
+            if adaptive and self._listing and (body.aspd.lists or self._lists) == "parallel":
+                said = message_texts(messages)
+                return prompt, self._listing.events(prompt, said, limit, sampling, answer)
             return prompt, self._answering.events(prompt, limit, sampling, adaptive, answer, in_order)
         self._filling.check(template, limit)
         prompt = [*prompt, *self._codec.text.encode_exactly(template.opening)]

@@ -49,14 +49,16 @@ class Upstream:
         self.app = FastAPI()
         self.app.post("/v1/completions", response_model=None)(self.complete)
 
+    def says(self, prompt: str) -> str:
+        return next((text for end, text in self.script.items() if end and prompt.endswith(end)), self.script[""])
+
     async def complete(self, request: Request) -> Response:
         body = await request.json()
         self.bodies.append(body)
         if (refusal := self.before(len(self.bodies))) is not None:
             return refusal
         prompt = self.lm.tokenizer.decode(body["prompt"])
-        self.script |= {key: text.replace("END", self.lm.tokenizer.eos_token) for key, text in self.script.items()}
-        said = next((text for end, text in self.script.items() if end and prompt.endswith(end)), self.script[""])
+        said = self.says(prompt).replace("END", self.lm.tokenizer.eos_token)
         cuts = [at for stop in body["stop"] if (at := said.find(stop)) >= 0]
         said, reason = (said[: min(cuts)], "stop") if cuts else (said, "stop")
         ids = self.lm.tokenizer.encode(said, add_special_tokens=False)

@@ -1,0 +1,243 @@
+"""Lists of any chat model on an upstream server, decoded in parallel without training (protocol, section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from aspd_jax.blocks.checks import asked_for, similar
+from aspd_jax.lists import (
+    MAX_ITEMS,
+    MAX_LEAD_TOKENS,
+    MAX_TRIES,
+    MIN_ITEMS,
+    RESERVE,
+    Lead,
+    ListDetector,
+    ListForm,
+    body_of,
+    concludes,
+    fork_refusal,
+    next_lead,
+    separator_of,
+)
+from aspd_jax.structure import Branch, Parallel, Serial
+from aspd_jax.tokens import TextCodec
+from infer.answers.events import Event
+from infer.proxy.answering import Proxied, merged
+from infer.proxy.upstream import Upstream
+from infer.request import SamplingParams
+
+
+class ListAnswering:
+    """Decoder of answers whose lists are decoded in parallel, on the server of any chat model.
+
+    Leads, bodies and joints are ordinary requests with a common prefix: one for each lead, one for each body, all at
+    once, and one token for each joint, all at once.
+
+    Args:
+        upstream: the server.
+        codec: codec of the checkpoint's tokenizer.
+        ends: texts of the tokens that end an answer.
+        forbidden: ids of tokens that must not be sampled.
+    """
+
+    def __init__(self, upstream: Upstream, codec: TextCodec, ends: Sequence[str], forbidden: Sequence[int]) -> None:
+        self._upstream, self._codec, self._ends, self._forbidden = upstream, codec, list(ends), list(forbidden)
+
+    async def events(
+        self, prompt: Sequence[int], messages: Sequence[str], limit: int, sampling: SamplingParams, answer: Proxied
+    ) -> AsyncGenerator[Event, None]:
+        """Decode an answer and yield its events (`infer.answers.events`) without `done`, in reading order.
+
+        Args:
+            prompt: token ids.
+            messages: the messages before the answer.
+            limit: maximum tokens of the answer.
+            sampling: sampling parameters.
+            answer: state that is updated.
+
+        Raises:
+            UpstreamError: the upstream refuses a request or fails.
+        """
+        detector, most, text, block = ListDetector(messages), asked_for(messages) or MAX_ITEMS, "", 0
+        while True:
+            start = shown = len(text)
+            answer.items.append(Serial(""))
+            ended, begun = None, None
+            if (left := limit - self._count(text)) <= 0:
+                answer.finish_reason = "length"
+                return
+            async with aclosing(self._ask(answer, prompt, text, left, sampling)) as pieces:
+                async for piece, reason in pieces:
+                    for part in piece.splitlines(keepends=True):  # the detector looks at every line
+                        text += part
+                        begun = detector.look(text)
+                        if begun is not None and begun.lead is not None:
+                            break
+                    ended, safe = reason or ended, len(text) if begun is None else begun.place
+                    if safe > shown:
+                        answer.items[-1] = Serial(text[start:safe])
+                        yield Event("token", text=text[shown:safe])
+                        shown = safe
+                    if begun is not None and begun.lead is not None:
+                        break
+            if begun is None or begun.lead is None:
+                if len(text) > shown:
+                    answer.items[-1] = Serial(text[start:])
+                    yield Event("token", text=text[shown:])
+                answer.finish_reason = ended or "stop"
+                return
+            before, form = text[: begun.place], begun.lead.form
+            room = min(most, (limit - self._count(before)) // RESERVE)
+            leads = await self._leads(answer, prompt, before, begun.lead, room, sampling)
+            if len(leads) < min(MIN_ITEMS, most) or fork_refusal(messages, form, leads, before=before):
+                detector.pass_over(form)
+                answer.items[-1] = Serial(text[start:])
+                yield Event("token", text=text[shown:])
+                if ended:
+                    answer.finish_reason = ended
+                    return
+                continue
+            heads = [form.item(number, lead) for number, lead in enumerate(leads)]
+            left = limit - self._count(before)
+            items, separator = await self._bodies(answer, prompt, before, form, heads, left, sampling)
+            kept, over = await self._kept(answer, prompt, before, form, items, separator, sampling)
+            detector.pass_over(form)
+            goes_on = len(kept) < len(items) and not over
+            texts = [f"{item}{separator}" for item in kept[:-1]] + [kept[-1] + separator * goes_on]
+            texts, cut = self._within(texts, left)
+            text = before + "".join(texts)
+            if len(kept) == 1:  # one item makes no block
+                answer.items[-1] = Serial(text[start:])
+                yield Event("token", text=text[shown:])
+                if over:
+                    answer.finish_reason = "stop"
+                    return
+                continue
+            block += 1
+            yield Event("fork", block=block, titles=tuple(leads[: len(texts)]))
+            answer.items.append(Parallel([Branch(*pair) for pair in zip(leads, texts, strict=False)]))
+            for number, item in enumerate(texts, 1):
+                yield Event("token", block, number, item)
+                yield Event("branch", block, number, item)
+            yield Event("merge", block=block)
+            if cut or over:
+                answer.finish_reason = "length" if cut else "stop"
+                return
+
+    def _ask(
+        self,
+        answer: Proxied,
+        prompt: Sequence[int],
+        text: str,
+        limit: int,
+        sampling: SamplingParams,
+        barred: Sequence[int] = (),
+    ) -> AsyncGenerator[tuple[str, str | None], None]:
+        """Count and send a request that continues an answer."""
+        answer.requests += 1
+        ids = [*prompt, *self._encode(text)]
+        forbidden = [*self._forbidden, *barred]
+        return self._upstream.complete(ids, limit, self._ends, forbidden, sampling, answer.requests - 1, {})
+
+    def _encode(self, text: str) -> list[int]:
+        return self._codec.encode_normalised(text) if text else []
+
+    def _count(self, text: str) -> int:
+        return len(self._encode(text))
+
+    def _within(self, texts: Sequence[str], left: int) -> tuple[list[str], bool]:
+        """Return the texts up to `left` tokens in all, and whether they were cut."""
+        kept = list[str]()
+        for text in texts:
+            ids = self._encode(text)
+            if len(ids) >= left:
+                return [*kept, self._codec.decode(ids[:left])], True
+            kept.append(text)
+            left -= len(ids)
+        return kept, False
+
+    async def _leads(
+        self, answer: Proxied, prompt: Sequence[int], before: str, first: Lead, most: int, sampling: SamplingParams
+    ) -> list[str]:
+        """Let the model write the leads of the further items on a line that the reader does not see."""
+        form, leads, barred = first.form, [first.text], list[int]()
+        scratch = before + form.shown(0, first.text)
+        while len(leads) < most:
+            line = scratch + form.separator + form.marker(len(leads)).rstrip(" ")
+            written, lead = "", None
+            pieces = self._ask(answer, prompt, line, MAX_LEAD_TOKENS, sampling, barred)
+            async with aclosing(pieces):
+                async for piece, _ in pieces:
+                    written += piece
+                    if (lead := next_lead(form, written)) is not None:
+                        break
+            if lead is None or not lead.text or concludes(lead.text):
+                break
+            if any(similar(lead.text, other) for other in leads):
+                if len(barred) == MAX_TRIES:
+                    break
+                barred += self._encode(written)[:1]
+                continue
+            scratch += form.separator + form.shown(len(leads), lead.text)
+            leads, barred = [*leads, lead.text], []
+        return leads
+
+    async def _bodies(
+        self,
+        answer: Proxied,
+        prompt: Sequence[int],
+        before: str,
+        form: ListForm,
+        heads: Sequence[str],
+        left: int,
+        sampling: SamplingParams,
+    ) -> tuple[list[str], str]:
+        """Decode all bodies at once; return the items, and the text between two of them."""
+        items, gaps = list(heads), list[str]()
+        limit = max(1, left // len(heads)) if len(heads) * RESERVE >= left else left
+
+        async def grow(number: int, head: str) -> AsyncGenerator[None, None]:
+            written = ""
+            async with aclosing(self._ask(answer, prompt, before + head, limit, sampling)) as pieces:
+                async for piece, reason in pieces:
+                    written += piece
+                    body = body_of(form, written + "\n" * (reason == "stop"))
+                    items[number] = head + written[: body.end]
+                    if body.next:
+                        gaps.append(body.gap)
+                        break
+            yield
+
+        async with aclosing(merged([grow(*pair) for pair in enumerate(heads)])) as ends:
+            async for _ in ends:
+                pass
+        return items, separator_of(form, gaps)
+
+    async def _kept(
+        self,
+        answer: Proxied,
+        prompt: Sequence[int],
+        before: str,
+        form: ListForm,
+        items: Sequence[str],
+        separator: str,
+        sampling: SamplingParams,
+    ) -> tuple[list[str], bool]:
+        """Return the items up to the first joint at which the model does not go on, and whether it ends the answer."""
+        goes_on, over = [False] * len(items), [False] * len(items)
+
+        async def look(joint: int) -> AsyncGenerator[None, None]:
+            joined = before + "".join(item + separator for item in items[:joint])
+            async with aclosing(self._ask(answer, prompt, joined, 1, sampling)) as pieces:
+                async for piece, reason in pieces:
+                    goes_on[joint] |= form.goes_on(joint, piece)
+                    over[joint] |= reason == "stop"
+            yield
+
+        async with aclosing(merged([look(joint) for joint in range(1, len(items))])) as ends:
+            async for _ in ends:
+                pass
+        joint = next((joint for joint in range(1, len(items)) if not goes_on[joint]), 0)
+        return (list(items[:joint]), over[joint]) if joint else (list(items), False)
