@@ -214,7 +214,7 @@ class Lists(Controller):
         if lead is not None and lead.text and not concludes(lead.text) and not repeats:
             opened.items.append(Item(lead.text))
             opened.barred = []
-            if len(opened.items) < self._most:
+            if len(opened.items) < min(self._most, self._left(len(opened.before)) // RESERVE):
                 marker = opened.form.marker(len(leads)).rstrip(" ")
                 rest = opened.form.shown(len(leads), lead.text)[len(marker) :]
                 known = self._encode(rest) + self._next_marker(opened)
@@ -250,7 +250,6 @@ class Lists(Controller):
     def _fork(self, opened: OpenList, output: RequestOutput) -> RowGuidance:
         """Begin a branch for each item; a list that should not fork goes on serially."""
         form, before = opened.form, self._codec.decode(opened.before)
-        del opened.items[max(self._left(len(opened.before)) // RESERVE, 1) :]
         leads = [item.lead for item in opened.items]
         for number, item in enumerate(opened.items):
             item.head = self._encode(form.item(number, item.lead))

@@ -248,6 +248,16 @@ def test_a_list_that_forks_keeps_its_budgets(device: Callable[..., Device], limi
     assert one.codec.decode(one.ids(free)).startswith(one.codec.decode(one.ids(output)))
 
 
+@pytest.mark.parametrize(("budget", "items"), [(240, 3), (300, 4), (1000, 6)])
+def test_the_outline_has_no_lead_too_many(device: Callable[..., Device], budget: int, items: int) -> None:
+    """Check that the outline ends with the items for which the budget has room: leads take steps."""
+    one = device(model("Reading", "Writing", "Running", "Walks", "Sleep", "Food"), budget=budget)
+    one.run()
+    outline = [guidance for guidance in one.decisions if "..." in one.codec.decode(list(guidance.text))]
+    assert [guidance.branches for guidance in one.decisions if guidance.branches] == [items]
+    assert len(outline) == items - 1 + (budget == 1000), "a further lead is tried only where the model ends the list"
+
+
 @pytest.mark.parametrize("budget", range(3, 140, 9))
 def test_every_budget_is_kept(device: Callable[..., Device], budget: int) -> None:
     """Check that an answer has at most its tokens, and that its text begins as that of an answer without a limit."""
