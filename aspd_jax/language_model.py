@@ -31,8 +31,6 @@ from aspd_jax.formats.draft_file import (
     write_draft_heads,
 )
 from aspd_jax.formats.folder import write_settings, write_tensors
-from aspd_jax.formats.gguf_writer import write_gguf
-from aspd_jax.formats.hf_config import make_config
 from aspd_jax.layout import Layout
 from aspd_jax.model.adapter import HEAD, Adapter, Factors, Rows
 from aspd_jax.model.config import ModelConfig, Weights, context_length, from_hugging_face, padded
@@ -285,14 +283,13 @@ def put_adapter(lm: LanguageModel, number: int, adapter: Adapter | None) -> None
 
 
 def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | None = None) -> None:
-    """Write a Hugging Face folder or a GGUF file, atomically; adapters are merged into their kernels.
+    """Write a Hugging Face folder, atomically; adapters are merged into their kernels.
 
-    `transformers` and `load_model` load the folder; llama.cpp and `load_model` load the GGUF file. Draft heads are a
-    file of the folder; a GGUF file has none.
+    `transformers` and `load_model` load it. Draft heads are a file of the folder.
 
     Args:
         lm: the model.
-        path: path of a GGUF file if it ends with `.gguf`, else of a folder.
+        path: path of the folder.
         dtype: dtype of the tensors, `float32` or `bfloat16`; default: the dtype of the parameters.
 
     Raises:
@@ -307,10 +304,6 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
     target, kept = Path(path), dtype or lm.config.dtype
     params = {name: value for name, value in lm.params.items() if name != DRAFT_HEADS}
     tensors = tensors_from(lm.config, merge_adapters(lm.config, params), dtype)
-    if target.suffix == ".gguf":
-        hf = make_config({key: value for key, value in hf_config.items() if key != "aspd"}, str(target))
-        write_gguf(target, hf, lm.tokenizer, lm.end_ids, tensors, kept, aspd, lm.config.unused_tokens)
-        return
     named = () if lm.tokenizer is None else sorted(lm.tokenizer.get_vocab().values())
     if unused := [[token, token + 1] for token in named if lm.config.is_unused(token)]:
         hf_config["aspd"] = aspd | {"unused_tokens": unused}

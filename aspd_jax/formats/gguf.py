@@ -221,12 +221,9 @@ def _config(metadata: Metadata, family: str, tensors: dict[str, GgufTensor]) -> 
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
     }
-    if (positions := metadata.get("aspd.positions")) is not None:  # written by `gguf_writer`
-        titles = metadata.get("aspd.titles") or "names"
-        config["aspd"] = {"positions": positions, "siblings": metadata["aspd.siblings"], "titles": titles}
     types = metadata.get("tokenizer.ggml.token_type") or []
     if unused := [[number, number + 1] for number, kind in enumerate(types) if kind == TokenType.UNUSED]:
-        config.setdefault("aspd", {})["unused_tokens"] = unused
+        config["aspd"] = {"unused_tokens": unused}
     if family != "gemma3":
         return config
     local_base = optional("rope.freq_base_swa", GEMMA_LOCAL_BASE)
@@ -325,9 +322,3 @@ def halves_of_heads(values: np.ndarray, heads: int) -> np.ndarray:
     """
     pairs = values.reshape(heads, -1, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
-
-
-def neighbours_of_heads(values: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder rows from Hugging Face's to llama.cpp's order, the inverse of `halves_of_heads`."""
-    halves = values.reshape(heads, 2, -1, *values.shape[1:])
-    return halves.swapaxes(1, 2).reshape(values.shape)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from aspd_jax.errors import CheckpointError
-from aspd_jax.formats.hf_config import FLAG, ID, IDS, SIZE, TEXT, Kind
+from aspd_jax.formats.hf_config import FLAG, ID, SIZE, TEXT, Kind
 
 TEXTS = Kind("a list of strings", lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v))
 NUMBERS = Kind("a list of numbers", lambda v: isinstance(v, list) and all(isinstance(i, (int, float)) for i in v))
@@ -14,11 +14,10 @@ NUMBERS = Kind("a list of numbers", lambda v: isinstance(v, list) and all(isinst
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(("split.no", "split.count", "split.tensors.count"), SIZE),
     **dict.fromkeys(("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre"), TEXT),
-    **dict.fromkeys(("tokenizer.chat_template", "aspd.positions", "aspd.siblings", "aspd.titles"), TEXT),
+    "tokenizer.chat_template": TEXT,
     **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_templates"), TEXTS),
     **dict.fromkeys(("tokenizer.ggml.token_type", "tokenizer.ggml.scores"), NUMBERS),
     **dict.fromkeys(("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix"), FLAG),
-    "aspd.end_ids": Kind("a list of token ids", lambda v: isinstance(v, list) and IDS.accepts(v)),
 }
 TOKEN_ID = "_token_id"  # suffix of keys with a token id
 TEMPLATE = "tokenizer.chat_template."  # prefix of keys with a named chat template

@@ -66,11 +66,6 @@ def read_end_ids(metadata: Metadata, vocab_size: int) -> tuple[int, ...]:
     Raises:
         CheckpointError: an id is not in the vocabulary.
     """
-    end_ids = metadata.get("aspd.end_ids")  # written by `gguf_writer`
-    if end_ids is not None:
-        if not all(0 <= number < vocab_size for number in end_ids):
-            raise CheckpointError(f"{metadata.path}: aspd.end_ids: expected ids below {vocab_size}, got {end_ids}")
-        return tuple(end_ids)
     keys = [f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom")]
     ids = {key: metadata.get(key) for key in keys if metadata.get(key) is not None}
     for key, number in ids.items():

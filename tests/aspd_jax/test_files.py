@@ -22,7 +22,7 @@ from aspd_jax.formats.folder import convert
 from aspd_jax.language_model import save_adapter
 from aspd_jax.pipeline.store import Reply, Store
 from infer.offline.journal import append, read_journal
-from tests.aspd_jax.formats.test_gguf_writer import gguf_ready
+from tests.aspd_jax.formats.test_gguf_tokenizer import known_tokenizer
 from tests.aspd_jax.formats.test_peft_adapters import CASES, as_if_trained, base_folder
 from tests.conftest import ROOT
 from train.checkpoints import Checkpoints
@@ -127,7 +127,7 @@ def room_for(size: int) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     folder = base_folder(tmp_path_factory.mktemp("base"), CASES["tied"])
-    gguf_ready().save_pretrained(folder)
+    known_tokenizer().save_pretrained(folder)
     return as_if_trained(folder)
 
 
@@ -169,7 +169,6 @@ WRITERS: dict[str, Callable[[Path, LanguageModel], Any]] = {
     "folder": lambda path, lm: save_model(lm, path),
     "converted": write_converted,
     "adapter": lambda path, lm: save_adapter(lm, path, "tiny"),
-    "model.gguf": lambda path, lm: save_model(lm, path),
     "metrics.jsonl": write_metrics,
     "journal": write_journal,
     "store.sqlite": write_store,

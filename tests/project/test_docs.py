@@ -20,7 +20,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").g
 # Too long for a test, even in small; they are taken apart here, and run small by tests of their own.
 ELSEWHERE = {
     "aspd data build answers.jsonl --config configs/smollm2": "test_pipeline.py",
-    "aspd convert": "test_gguf.py",
+    "aspd convert": "test_export.py",
     "aspd generate --model DIR --adapter": "test_peft_adapters.py",
     "aspd generate --model smollm2": "test_batch.py",
     "aspd generate --model smollm2-aspd --drafts": "test_speculation.py",

@@ -11,9 +11,10 @@ from transformers import AutoTokenizer
 
 import aspd
 from aspd_jax import load_model, save_model
-from tests.aspd_jax.formats.test_gguf_writer import LLAMA3, gguf_ready
+from tests.aspd_jax.formats.test_gguf_tokenizer import known_tokenizer
 from tests.aspd_jax.test_tokens import sentencepiece_like
 from tests.conftest import tiny_config, write_checkpoint
+from tests.helpers.make_parity import LLAMA3
 
 GENERATION = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "pad_token_id": 0, "bos_token_id": 1}
 GENERATION |= {"eos_token_id": [2, 3]}
@@ -29,7 +30,7 @@ CLASSES = {
 
 
 def source(folder: Path, name: str) -> Path:
-    tokenizer: Any = sentencepiece_like("first") if name.startswith("Llama") else gguf_ready()
+    tokenizer: Any = sentencepiece_like("first") if name.startswith("Llama") else known_tokenizer()
     config = tiny_config(vocab_size=len(tokenizer) + 10, rope_scaling=LLAMA3, tie_word_embeddings=True)
     write_checkpoint(folder, config)
     tokenizer.chat_template = "{{ messages }}"

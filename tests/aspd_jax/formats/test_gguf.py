@@ -60,7 +60,7 @@ def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
 def write_gguf(
     file: Path, config: dict[str, Any], kind: GGMLQuantizationType = GGMLQuantizationType.F32, **changes: Any
 ) -> Path:
-    """A GGUF file of the seeded tiny model that `write_checkpoint` writes as a folder."""
+    """A GGUF file of the seeded tiny model that `write_checkpoint` writes as a folder; `write` adds to it."""
     family, heads = config["model_type"].removesuffix("_text"), config["num_attention_heads"]
     writer = GGUFWriter(file, changes.get("architecture", family))
     writer.add_block_count(config["num_hidden_layers"])
@@ -86,6 +86,7 @@ def write_gguf(
         plain = 1 / config["rope_theta"] ** (np.arange(0, size, 2) / size)
         writer.add_tensor("rope_freqs.weight", (plain / llama3_frequencies(plain, scaling)).astype(np.float32))
     writer.add_eos_token_id(0)
+    changes.get("write", lambda writer: None)(writer)
     inside = INSIDE_LAYERS | (GEMMA_LAYERS if family == "gemma3" else {})
     names = {value: key for key, value in {**inside, **OUTSIDE_LAYERS}.items()}
     for name, values in seeded_tensors(config).items():

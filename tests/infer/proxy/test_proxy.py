@@ -7,7 +7,6 @@ import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -396,26 +395,3 @@ def test_a_stream_that_breaks_off_is_no_whole_answer(end: str, proxy: str, upstr
 def test_what_it_does_not_have_is_refused(more: dict[str, Any], status: int, message: str, proxy: str) -> None:
     refused = ask(proxy, **more)
     assert refused.status_code == status and message in refused.json()["error"]["message"]
-
-
-def test_over_llama_cpp(tmp_path: Path) -> None:
-    """SmolLM2 with its adapter, as GGUF: llama.cpp's server writes tags, and the proxy makes branches of them."""
-    xllamacpp = pytest.importorskip("xllamacpp")
-    from aspd_jax import save_model
-
-    try:
-        lm = load_model("smollm2-aspd")
-    except Exception as error:
-        pytest.skip(str(error))
-    save_model(lm, tmp_path / "model.gguf")
-    settings = xllamacpp.CommonParams()
-    settings.model.path, settings.n_ctx, settings.special = str(tmp_path / "model.gguf"), 4096, True
-    settings.n_parallel = 8
-    server = xllamacpp.Server(settings)
-    app = make_app(UpstreamConfig(f"{server.listening_address}/v1", "m"), lm.tokenizer, lm.end_ids, "proxied", 400)
-    with Served(app) as before:
-        question = [{"role": "user", "content": "How can I improve my time management skills?"}]
-        answer = ask(before.url, messages=question, temperature=0, repetition_penalty=1.1, **STATISTICS).json()
-    items = from_json(answer["aspd"][0]["structure"])
-    blocks = [item for item in items if isinstance(item, Parallel)]
-    assert blocks and all(branch.text.strip() for block in blocks for branch in block.branches)
