@@ -80,7 +80,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed
-	$(BIN)/pdoc --docformat google --no-show-source --output-directory build/docs aspd_jax train infer aspd.aot
+	$(BIN)/pdoc --docformat google --no-show-source --output-directory build/docs aspd_jax train infer
 
 # Build wheel and sdist, and answer a prompt with the wheel in an environment without the checkout.
 dist: $(VENV)/.installed

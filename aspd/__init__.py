@@ -42,11 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands and their options."""
     from aspd import benchmarks, conversion, data, evaluation, generation, serving, training
-    from aspd.aot import command as compiling
 
     parser = argparse.ArgumentParser(prog="aspd", description="Adaptive serial-parallel decoding.")
     parser.add_argument("--version", action="version", version=f"aspd-jax {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (generation, serving, data, training, conversion, evaluation, benchmarks, compiling):
+    for group in (generation, serving, data, training, conversion, evaluation, benchmarks):
         group.add(commands)
     return parser

@@ -12,16 +12,16 @@ from typing import Any
 
 import jax
 
-from aspd.aot.abstract import abstract_model
-from aspd.aot.decode import bucket_for, needed_bytes, trace_steps
-from aspd.aot.report import Compiled, compile_for
-from aspd.aot.topology import open_topology
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
 from aspd_jax.shapes import SHAPES
 from aspd_jax.sharding import make_mesh
 from infer.bench.decoding import SEPARATOR
 from infer.engine import Engine
+from tests.aot.abstract import abstract_model
+from tests.aot.decode import bucket_for, needed_bytes, trace_steps
+from tests.aot.report import Compiled, compile_for
+from tests.aot.topology import open_topology
 from tests.helpers.hlo import Array, instructions
 
 LAYERS = 4

@@ -11,13 +11,13 @@ import pytest
 pytest.importorskip("libtpu", reason="make test-accelerators has an environment of its own")
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
 
-from aspd.aot.abstract import replicated
-from aspd.aot.report import local_bytes
-from aspd.aot.topology import open_topology
 from aspd_jax.model.cache import Bucket
 from aspd_jax.shapes import SHAPES
 from aspd_jax.sharding import make_mesh, named_sharding
 from tests.accelerators.programs import LAYERS, Case, copies, decoding, small, sorts
+from tests.aot.abstract import replicated
+from tests.aot.report import local_bytes
+from tests.aot.topology import open_topology
 from tests.helpers.hlo import count_collectives
 
 TENSOR, BOTH = (("tensor", 8),), (("data", 2), ("tensor", 4))

@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("libtpu", reason="make test-accelerators has an environment of its own")
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
 
-from aspd.aot.report import Compiled
-from aspd.aot.topology import open_topology
-from aspd.aot.train import compile_step
 from aspd_jax.sharding import make_mesh, named_sharding
 from tests.accelerators.programs import LAYERS, small
+from tests.aot.report import Compiled
+from tests.aot.topology import open_topology
+from tests.aot.train import compile_step
 from tests.helpers.hlo import count_collectives
 from train.config import DataSection, MeshSection, ModelSection, TrainConfig
 from train.plan import Plan

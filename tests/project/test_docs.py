@@ -27,7 +27,6 @@ ELSEWHERE = {
     "aspd generate --model DIR --mesh": "test_engine.py",
     "aspd ablate": "test_cli.py",
     "aspd bench": "test_benchmark.py",
-    "aspd compile": "test_compiling.py",
     "aspd demo": "test_cli.py",
     "aspd eval": "test_evaluation.py",
     "aspd export": "test_cli.py",

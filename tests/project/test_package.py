@@ -50,7 +50,6 @@ def test_the_wheel(built: Path) -> None:
     for data in (
         "embedded/aspd/model.safetensors",
         "embedded/aspd/tokenizer.json",
-        "aot/h100.txtpb",
         "pipeline/prompts/annotate.md",
     ):
         assert any(name.endswith(data) for name in names), data

@@ -12,11 +12,11 @@ import numpy as np
 import optax
 import pytest
 
-from aspd.aot.abstract import placed
 from aspd_jax import Layout
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import abstract_parameters
+from tests.aot.abstract import placed
 from tests.helpers.training import SMALL, WIDE, changed, prepared
 from train.batches import synthetic_batch
 from train.config import TrainConfig

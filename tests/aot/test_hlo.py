@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aspd.aot.report import product_flops
-from aspd.aot.topology import open_topology
 from aspd_jax.errors import ConfigError
 from aspd_jax.sharding import make_mesh, named_sharding
+from tests.aot.report import product_flops
+from tests.aot.topology import open_topology
 from tests.helpers.hlo import Array, count_collectives, instructions
 
 BY_HAND = """HloModule jit_f, is_scheduled=true, entry_computation_layout={()->()}
@@ -162,7 +162,7 @@ def test_unknown_topologies(name: str) -> None:
 
 @pytest.mark.parametrize("name,package", [("v6e:1x1", "libtpu"), ("h100:1x1x8", "jax-cuda12-plugin")])
 def test_missing_packages(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aspd.aot.topology.find_spec", lambda module: None)
+    monkeypatch.setattr("tests.aot.topology.find_spec", lambda module: None)
     with pytest.raises(ConfigError, match=f"pip install .*{package}") as caught:
         open_topology(name)
     assert "\n" not in str(caught.value)

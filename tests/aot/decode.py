@@ -9,9 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from aspd.aot.abstract import placed, replicated
-from aspd.aot.report import Compiled, compile_for, gib, local_bytes
-from aspd.aot.topology import Topology
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket, layer_sharding
@@ -20,6 +17,9 @@ from infer.decode.decode_step import StopConditions, run
 from infer.decode.state import DecodeState
 from infer.engine import Engine
 from infer.scheduling.admission import new_state
+from tests.aot.abstract import placed, replicated
+from tests.aot.report import Compiled, compile_for, gib, local_bytes
+from tests.aot.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`aspd compile` with this machine's CPU as the target instead of an accelerator."""
+"""Ahead-of-time compilation with this machine's CPU as the target instead of an accelerator."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import pytest
 
-import aspd
-from aspd.aot.abstract import abstract_model, configuration
-from aspd.aot.decode import compile_decode_step
-from aspd.aot.report import compile_for
-from aspd.aot.topology import Chip, Topology
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.shapes import SHAPES
 from aspd_jax.sharding import make_mesh
+from tests.aot.__main__ import main
+from tests.aot.abstract import abstract_model, configuration
+from tests.aot.decode import compile_decode_step
+from tests.aot.report import compile_for
+from tests.aot.topology import Chip, Topology
 from tests.conftest import ROOT
 
 CHIP = Chip("cpu", 1e9, 1e9, 1e12, 1)
@@ -28,7 +28,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Topology:
     """A topology of whatever name: this machine."""
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     on = Topology("here", CHIP, tuple(jax.devices()))
-    monkeypatch.setattr("aspd.aot.topology.open_topology", lambda name: on)
+    monkeypatch.setattr("tests.aot.topology.open_topology", lambda name: on)
     return on
 
 
@@ -68,8 +68,8 @@ def test_what_does_not_fit_says_by_how_much(here: Topology, monkeypatch: pytest.
 @pytest.mark.further
 def test_the_commands(here: Topology, tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "decode.json"
-    words = "compile decode --topology v6e:1x1 --shape tiny --widths 1 --slots 128 --mesh tensor=8"
-    assert aspd.main([*words.split(), "--json", str(file)]) == 0
+    words = "decode --topology v6e:1x1 --shape tiny --widths 1 --slots 128 --mesh tensor=8"
+    assert main([*words.split(), "--json", str(file)]) == 0
     said = capsys.readouterr().out
     assert said.count("computed from the compiled program, not measured") == 1 and "| 128 | 1 | 1 | yes, " in said
     record = json.loads(file.read_text())
@@ -85,7 +85,7 @@ def test_the_commands(here: Topology, tmp_path: Path, capsys: Any) -> None:
         "model.layers=1",
         "model.scan=true",
     ]
-    assert aspd.main(["compile", "train", config, *changes, "--topology", "v5p:2x2x2", "--json", str(file)]) == 0
+    assert main(["train", config, *changes, "--topology", "v5p:2x2x2", "--json", str(file)]) == 0
     assert "not measured" in capsys.readouterr().out
     step = json.loads(file.read_text())["step"]
     assert step["fits"] and step["needed"] > 0
@@ -93,9 +93,15 @@ def test_the_commands(here: Topology, tmp_path: Path, capsys: Any) -> None:
 
 def test_mistakes_are_one_line(capsys: Any) -> None:
     for words, said in (
-        ("compile decode --topology v9:1x1", "unknown topology 'v9:1x1'"),
-        ("compile decode --topology v6e:1x1 --widths 0", "--widths: expected at least 1"),
+        ("decode --topology v9:1x1", "unknown topology 'v9:1x1'"),
+        ("decode --topology v6e:1x1 --widths 0", "--widths: expected at least 1"),
     ):
-        assert aspd.main(words.split()) == 2
+        assert main(words.split()) == 2
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1
+
+
+def test_another_checkpoint_that_does_not_exist_is_not_planned(here: Topology, capsys: Any) -> None:
+    words = ["configs/lora_7b.yaml", "model.checkpoint=no/such/model", "--topology", "v5e:2x4"]
+    assert main(["train", *words]) == 2
+    assert "no/such/model: expected a Hugging Face folder" in capsys.readouterr().err

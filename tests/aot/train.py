@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from aspd.aot.abstract import placed
-from aspd.aot.report import Compiled, compile_for, gib
-from aspd.aot.topology import Topology
 from aspd_jax.layout import Layout
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import MESH_AXES, make_mesh, named_sharding, shardings
+from tests.aot.abstract import placed
+from tests.aot.report import Compiled, compile_for, gib
+from tests.aot.topology import Topology
 from train.batches import Batch
 from train.config import TrainConfig
 from train.plan import Plan, plan, planned_shape

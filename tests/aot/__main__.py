@@ -1,28 +1,40 @@
-"""Subcommands of `aspd compile`."""
+"""Compile programs of decoding or training for a target chip, and print memory and minimum time.
+
+python -m tests.aot decode --topology v6e:1x1 --shape 7b --widths 1 8 16 --slots 2048 32768
+python -m tests.aot train configs/vicuna_7b.yaml --topology v5p:2x2x2
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import aspd  # noqa: F401 (import first: it sets environment variables)
 from aspd.options import HelpFormatter, config_options, mesh_of, positive
+from aspd_jax.errors import AspdError
 from aspd_jax.files import write_whole
+from aspd_jax.progress import Bar
+from tests.aot import topology
+from tests.aot.abstract import abstract_model, configuration
+from tests.aot.decode import CompiledStep, compile_decode_step, step_table
+from tests.aot.report import NOT_MEASURED
+from tests.aot.train import compile_step, train_table
+from train.config import load_config
+from train.plan import check_named_checkpoint
 
 
-def add(commands: Any) -> None:
-    """Add these commands."""
-    kinds = commands.add_parser(
-        "compile", help="Compile programs for a target chip, and report memory and minimum time."
-    ).add_subparsers(required=True, metavar="WHAT")
-    decode = kinds.add_parser(
-        "decode",
-        help="decoding steps by width and cache slots",
-        formatter_class=HelpFormatter,
-    )
-    decode.set_defaults(run=run_compile_decode)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, and return its exit code: 0, or 2 for a user error."""
+    parser = argparse.ArgumentParser(prog="python -m tests.aot", description=__doc__.partition("\n")[0])
+    kinds = parser.add_subparsers(required=True, metavar="WHAT")
+    decode = kinds.add_parser("decode", help="decoding steps", formatter_class=HelpFormatter)
+    decode.set_defaults(run=run_decode)
     _topology_options(decode)
     which = decode.add_mutually_exclusive_group()
     which.add_argument("--model", metavar="MODEL", help="checkpoint, of which only the configuration is read")
@@ -42,9 +54,16 @@ def add(commands: Any) -> None:
         help="number of draft heads; each step feeds and computes their tokens (counted in --widths)",
     )  # fmt: skip
     train = kinds.add_parser("train", help="a training step", formatter_class=HelpFormatter)
-    train.set_defaults(run=run_compile_train)
+    train.set_defaults(run=run_train)
     config_options(train)
     _topology_options(train)
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except AspdError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _topology_options(parser: argparse.ArgumentParser) -> None:
@@ -56,24 +75,14 @@ def _topology_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _write(file: Path | None, record: dict[str, Any]) -> None:
-    from aspd.aot.report import NOT_MEASURED
-
     if file is not None:
         write_whole(file, json.dumps({"figures": NOT_MEASURED, **record}, indent=1) + "\n")
 
 
-def run_compile_decode(options: argparse.Namespace) -> None:
-    """Run `aspd compile decode`."""
-    from itertools import product
-
-    from aspd.aot.abstract import abstract_model, configuration
-    from aspd.aot.decode import CompiledStep, compile_decode_step, step_table
-    from aspd.aot.report import NOT_MEASURED
-    from aspd.aot.topology import open_topology
-    from aspd_jax.progress import Bar
-
+def run_decode(options: argparse.Namespace) -> None:
+    """Compile decoding steps by width and cache slots."""
     positive(options, "batch", "widths", "slots")
-    target = open_topology(options.topology)
+    target = topology.open_topology(options.topology)
     mesh = mesh_of(options.mesh, target.devices)
     config = configuration(options.model, options.shape, options.dtype, options.weights, options.decode_attention)
     config = replace(config, draft_heads=options.draft_heads)
@@ -98,18 +107,16 @@ def _plain(compiled: Any) -> dict[str, Any]:
     return vars(compiled) | {"bucket": compiled.bucket._asdict(), "program": compiled.program.to_json()}
 
 
-def run_compile_train(options: argparse.Namespace) -> None:
-    """Run `aspd compile train`."""
-    from aspd.aot.report import NOT_MEASURED
-    from aspd.aot.topology import open_topology
-    from aspd.aot.train import compile_step, train_table
-    from train.config import load_config
-    from train.plan import check_named_checkpoint
-
-    config, target = load_config(options.config, options.overrides), open_topology(options.topology)
+def run_train(options: argparse.Namespace) -> None:
+    """Compile the training step of a configuration."""
+    config, target = load_config(options.config, options.overrides), topology.open_topology(options.topology)
     check_named_checkpoint(config, options.overrides)
     print(f"{options.config} for {target.name}; {NOT_MEASURED}; compiling", flush=True)
     compiled, planned = compile_step(config, target)
     print(f"\n{train_table(compiled, planned)}")
     record = {"config": config.as_dict(), "topology": target.name, "chip": asdict(target.chip)}
     _write(options.json, record | {"plan": asdict(planned), "step": compiled.to_json()})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

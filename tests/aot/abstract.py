@@ -9,7 +9,6 @@ import flax.linen as nn
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from aspd.aot.topology import Topology
 from aspd_jax.errors import RequestError
 from aspd_jax.formats import open_checkpoint
 from aspd_jax.language_model import LanguageModel
@@ -19,6 +18,7 @@ from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.shapes import SHAPES
 from aspd_jax.sharding import shardings
 from aspd_jax.tokens import SpecialTokens, add_special_tokens
+from tests.aot.topology import Topology
 
 
 def placed(tree: Any, places: Any) -> Any:

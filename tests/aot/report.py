@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from aspd.aot.topology import GIB, Chip, Topology
+from tests.aot.topology import GIB, Chip, Topology
 
 NOT_MEASURED = "computed from the compiled program, not measured"
 OVER = re.compile(r"Used ([\d.]+)([MG]) of ([\d.]+)([MG]) hbm")
