@@ -73,14 +73,6 @@ def add(commands: Any) -> None:
     fields.add_argument("--max-new-tokens", type=int, default=400, help="maximum tokens of an answer")
     fields.add_argument("--output", type=Path, metavar="FILE", help="JSONL file of the answers, and a table beside it")
 
-    steps = kinds.add_parser(
-        "train", help="training steps against plain causal attention", formatter_class=HelpFormatter
-    )
-    steps.set_defaults(run=run_bench_train)
-    shape_options(steps)
-    steps.add_argument("--rows", type=int, default=1, help="rows of a batch")
-    steps.add_argument("--length", type=int, default=1024, help="tokens of a row")
-
 
 def run_bench_decode(options: argparse.Namespace) -> None:
     """Run `aspd bench decode`."""
@@ -209,20 +201,3 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         lines = [json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in decoded]
         write_whole(options.output, "".join(lines))
         write_whole(options.output.with_suffix(".md"), table)
-
-
-def run_bench_train(options: argparse.Namespace) -> None:
-    """Run `aspd bench train`."""
-    from train.throughput import step_times, table
-
-    positive(options, "rows", "length", "repeats")
-    results = step_times(options.shape, options.dtype, options.rows, options.length, options.repeats)
-    machine = where()
-    title = f"{options.shape}, {options.dtype}, {options.rows} x {options.length} tokens, {options.repeats} steps"
-    print(f"{title}; {machine}\n")
-    print(table(results))
-    if options.json is not None:
-        record = {"shape": options.shape, "dtype": options.dtype, "rows": options.rows, "length": options.length}
-        write_whole(
-            options.json, json.dumps(record | {"where": machine, "steps": [vars(r) for r in results]}, indent=1)
-        )

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests and then the benchmarks on an accelerator.
 #   tests/accelerator.sh FOLDER [step…]
-# Steps, the most valuable first, all by default: real answers widths kernels tests demo flash context batch int8 train
+# Steps, the most valuable first, all by default: real answers widths kernels tests demo flash context batch int8
 # Write logs, tables, JSON and the printed summary, Markdown, to FOLDER. A step that fails, or takes more than LIMIT
 # seconds (300), does not stop later steps; after TOTAL seconds (720) no further one begins. PYTHON (python3) has
 # jax[cuda13] or jax[tpu] and the packages of requirements.txt. MODELS names the checkpoints of the step `real`, and
@@ -13,7 +13,7 @@ mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 shift
 steps=("$@")
-[ $# -gt 0 ] || steps=(real answers widths kernels tests demo flash context batch int8 train)
+[ $# -gt 0 ] || steps=(real answers widths kernels tests demo flash context batch int8)
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
 model=(--shape "${SHAPE:-7b}" --dtype "${DTYPE:-bfloat16}")
@@ -71,7 +71,6 @@ decode() { # name, options…
       context) decode context --context 128 8192 32768 --widths 1 16 --answers --repeats 5 ;;
       batch) XLA_PYTHON_CLIENT_MEM_FRACTION=0.7 decode batch --context 512 --batch 8 32 --widths 1 --answers 8x60 --repeats 5 ;;
       int8) decode int8 --weights int8 --context 2048 --widths 1 8 16 --answers 8x60 ;;
-      train) step train "$python" -m aspd bench train --shape 1b --dtype bfloat16 --length 4096 ;;
       *) echo "unknown step $name"; failed=1 ;;
     esac
   done

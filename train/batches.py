@@ -18,11 +18,10 @@ from aspd_jax.layout import Layout, PositionScheme, build_layout
 from aspd_jax.structure import Serial
 from aspd_jax.tokens import Codec, SpecialTokens
 from train.config import TrainConfig
-from train.records import Example, Records, reread
+from train.records import Example, Records
 from train.tasks import Problem, held_out, problem, recital
 
 PARTS = ("serial", "title", "branch")  # kinds of targets in metrics
-NO_TAG = -1  # replaces tags that `build_layout` must read as text
 
 
 class Batch(NamedTuple):
@@ -55,7 +54,6 @@ def make_batch(
     tokens: np.ndarray,
     sequence: np.ndarray,
     loss: np.ndarray,
-    flat: np.ndarray,
     special: SpecialTokens,
     positions: PositionScheme,
 ) -> Batch:
@@ -65,14 +63,13 @@ def make_batch(
         tokens: token ids, int32 [B, S].
         sequence: number of the sequence of each token, int32 [B, S]; 0: padding.
         loss: weight of each token as a target, bool or float32 [B, S].
-        flat: whether a tag is read as text, bool [B, S].
         special: ids of the tags.
         positions: position scheme.
     """
-    layout = build_layout(np.where(flat, NO_TAG, tokens), special, positions, sequence=sequence)
+    layout = build_layout(tokens, special, positions, sequence=sequence)
     opened = np.cumsum(tokens == special.title_start, axis=1) - np.cumsum(tokens == special.title_end, axis=1)
     title = (opened > 0) | (tokens == special.title_end)
-    part = np.where((layout.branch > 0) & ~flat, 2, title).astype(np.int32)
+    part = np.where(layout.branch > 0, 2, title).astype(np.int32)
     return Batch(tokens, layout, loss.astype(np.float32), part)
 
 
@@ -91,7 +88,7 @@ def example(codec: Codec, tokenizer: Any, problem: Problem, structured: bool, fe
     answer = codec.linearise(problem.structure if structured else (Serial(problem.answer),))
     tokens = np.asarray([*prompt, *answer.tokens, tokenizer.eos_token_id], np.int32)
     loss = np.concatenate([np.zeros(len(prompt), bool), ~answer.fed | fed_loss, [True]])
-    return Example(tokens, loss, np.zeros(tokens.size, bool))
+    return Example(tokens, loss)
 
 
 def first_fit(sizes: Sequence[int], rows: int, length: int) -> list[int | None]:
@@ -129,16 +126,15 @@ def pack(
     tokens = np.zeros((rows, length), np.int32)
     sequence = np.zeros((rows, length), np.int32)
     loss = np.zeros((rows, length), np.float32)
-    flat = np.zeros((rows, length), bool)
     used = [0] * rows
     for item, row in zip(examples, placed, strict=True):
         if row is None:
             continue
         place = slice(used[row], used[row] + len(item.tokens))
-        tokens[row, place], loss[row, place], flat[row, place] = item
+        tokens[row, place], loss[row, place] = item
         sequence[row, place] = sequence[row].max() + 1
         used[row] = place.stop
-    return make_batch(tokens, sequence, loss, flat, special, positions)
+    return make_batch(tokens, sequence, loss, special, positions)
 
 
 def synthetic_batch(codec: Codec, tokenizer: Any, config: TrainConfig, step: int) -> Batch:
@@ -158,7 +154,6 @@ def synthetic_batch(codec: Codec, tokenizer: Any, config: TrainConfig, step: int
         recite = recital_every and number % recital_every == recital_every - 1
         item = recital(seed) if recite else problem(seed, held_out=False)
         structured = example(codec, tokenizer, item, True, data.fed_loss)
-        structured = reread(structured, codec.special, number) if data.reread else structured
         number += 1
         if len(structured.tokens) > length:
             continue  # a few problems are longer than a row
@@ -200,8 +195,6 @@ def held_out_batches(codec: Codec, tokenizer: Any, config: TrainConfig) -> list[
     rows, length = config.data.rows, config.data.length
     problems = held_out(64 * config.evaluate_batches * rows)
     encoded = (example(codec, tokenizer, item, config.data.structured, config.data.fed_loss) for item in problems)
-    if config.data.reread:
-        encoded = (reread(item, codec.special, number) for number, item in enumerate(encoded))
     batches = []
     for _ in range(config.evaluate_batches):
         examples: list[Example] = []
@@ -256,7 +249,7 @@ def record_steps(records: Records, config: TrainConfig) -> int:
 
         def __getitem__(self, index: int) -> Example:
             size = int(records.sizes[index])
-            return Example(np.zeros(size, np.int32), np.zeros(size, bool), np.zeros(size, bool))
+            return Example(np.zeros(size, np.int32), np.zeros(size, bool))
 
     steps = sum(1 for _ in _packed(Sizes(), config, config.epochs, shuffle=True))
     if not steps:
@@ -281,14 +274,14 @@ def record_held_out(records: Records, special: SpecialTokens, config: TrainConfi
 def _as_batch(packed: dict[str, np.ndarray], special: SpecialTokens, config: TrainConfig) -> Batch:
     """Convert Grain's rows to a batch; a smaller last batch is padded with empty rows."""
     missing = config.data.rows - len(packed["tokens"])
-    tokens, sequence, loss, flat = (
-        np.pad(packed[name], [(0, missing), (0, 0)]) for name in ("tokens", "tokens_segment_ids", "loss", "flat")
+    tokens, sequence, loss = (
+        np.pad(packed[name], [(0, missing), (0, 0)]) for name in ("tokens", "tokens_segment_ids", "loss")
     )
-    return make_batch(tokens, sequence, loss, flat, special, config.model.positions)
+    return make_batch(tokens, sequence, loss, special, config.model.positions)
 
 
 def _packed(records: Any, config: TrainConfig, epochs: int | None, shuffle: bool, whole: bool = True) -> Any:
-    """Return Grain's iterable of {"tokens", "tokens_segment_ids", "loss", "flat"}, arrays [rows, length]."""
+    """Return Grain's iterable of {"tokens", "tokens_segment_ids", "loss"}, arrays [rows, length]."""
     source = grain.MapDataset.source(records).seed(config.seed)
     source = source.shuffle() if shuffle else source
     source = source.repeat(epochs).map(Example._asdict)

@@ -91,7 +91,6 @@ class DataSection:
         plain_every: every n-th record of a structured run has a plain answer, so that the model can also answer in
             serial mode; 0: none.
         fed_loss: whether tokens that the engine feeds instead of sampling have loss too.
-        reread: whether to train for servers that read branches again after their block (`train.records.reread`).
         rows, length: rows of a batch, and tokens of a row.
         bins: number of rows that are packed at a time; more rows waste less space and mix less (JSONL).
         short_steps: number of first steps with `short_rows` rows of `short_length` tokens, which hold short problems
@@ -108,7 +107,6 @@ class DataSection:
     structured: bool = True
     plain_every: int = 8
     fed_loss: bool = False
-    reread: bool = False
     rows: int = 6
     length: int = 448
     bins: int = 64
@@ -241,11 +239,6 @@ class TrainConfig:
             raise ConfigError(f"data.held_out: expected other files than data.train, got {both[0]!r} in both")
         if self.evaluate_batches and self.data.train and not self.data.held_out:
             raise ConfigError("evaluate_batches: expected data.held_out, got none")
-        if self.data.reread and (self.model.positions, self.model.siblings) != ("sequential", "invisible"):
-            raise ConfigError(
-                "data.reread: expected model.positions: sequential and model.siblings: invisible, "
-                f"got {self.model.positions} and {self.model.siblings}"
-            )
         if self.draft.heads and (self.model.lora_rank or not self.model.checkpoint):
             raise ConfigError(
                 "draft.heads: expected model.checkpoint, and model.lora_rank: 0, because the model is not trained, "

@@ -22,20 +22,18 @@ from aspd_jax.chat import Chat, end_of_turn
 from aspd_jax.errors import AspdError, ConfigError, DataError
 from aspd_jax.files import exclusive
 from aspd_jax.language_model import LanguageModel
-from aspd_jax.layout import build_layout
 from aspd_jax.progress import Bar
 from aspd_jax.sources import Conversation, Unreadable, no_record, read_records
 from aspd_jax.structure import Parallel, Serial, Structure, plain_text
-from aspd_jax.tokens import Linearisation, SpecialTokens
+from aspd_jax.tokens import Linearisation
 from train.config import DataSection
 
 SHOWN = 5  # maximum number of printed problems; left_out.jsonl has all
-VERSION = 5  # format of the cache; files of other versions are not used
+VERSION = 6  # format of the cache; files of other versions are not used
 FEATURES = datasets.Features(
     {
         "tokens": datasets.List(datasets.Value("int32")),
         "loss": datasets.List(datasets.Value("bool")),
-        "flat": datasets.List(datasets.Value("bool")),
         "size": datasets.Value("int32"),
         "line": datasets.Value("int64"),
         "kind": datasets.Value("string"),
@@ -51,12 +49,10 @@ class Example(NamedTuple):
     Attributes:
         tokens: token ids, int32 [T].
         loss: whether a token is a target, bool [T].
-        flat: whether a tag is read as serial text, bool [T].
     """
 
     tokens: np.ndarray
     loss: np.ndarray
-    flat: np.ndarray
 
 
 class Problem(NamedTuple):
@@ -111,10 +107,7 @@ def encode_conversation(
             examples.append((before, loss))
         loss += [False] * (len(prompt) - len(before)) + [*(~answer.fed | fed_loss).tolist(), True]
         before[:] = [*prompt, *tokens]
-    return [
-        Example(np.asarray(tokens, np.int32), np.asarray(loss, bool), np.zeros(len(tokens), bool))
-        for tokens, loss in examples
-    ], skipped
+    return [Example(np.asarray(tokens, np.int32), np.asarray(loss, bool)) for tokens, loss in examples], skipped
 
 
 def _linearise(lm: LanguageModel, structure: Structure, structured: bool) -> Linearisation:
@@ -150,32 +143,6 @@ def _behind(prompt: str, structure: Structure) -> Structure:
     if opened is None or not text.startswith(opened[0].rstrip()):
         return structure
     return _end_of(structure, text.removeprefix(opened[0].rstrip()).lstrip())
-
-
-def reread(example: Example, special: SpecialTokens, chosen: int) -> Example:
-    """Rewrite an example for servers with causal attention, which read branches again after their block.
-
-    One block keeps its branches in parallel. After it, the branches are repeated one after the other and form, with the
-    rest of the example, a further branch, which sees the text before the block and the repetition. Other blocks are
-    flat. Only the first occurrence of a branch has loss.
-
-    Args:
-        example: example.
-        special: ids of the tags.
-        chosen: index of the block, modulo the number of blocks. An example without a block is returned unchanged.
-    """
-    block = build_layout(example.tokens[None], special).block[0]
-    if not block.any():
-        return example
-    kept = 1 + chosen % block.max()
-    place = np.flatnonzero(block == kept)
-    start, stop = place[0], place[-1] + 1
-    learned = example.loss & ((block == 0) | (block == kept))
-    return Example(
-        tokens=np.concatenate([example.tokens[:stop], example.tokens[start:]]),
-        loss=np.concatenate([learned[:stop], learned[start:] & (block[start:] != kept)]),
-        flat=np.concatenate([block[:stop] != kept, np.arange(start, block.size) > start]),
-    )
 
 
 class Records:
@@ -235,9 +202,7 @@ class Records:
 
     def __getitem__(self, index: int) -> Example:
         row = self._table[int(self._rows[index])]
-        return Example(
-            np.asarray(row["tokens"], np.int32), np.asarray(row["loss"], bool), np.asarray(row["flat"], bool)
-        )
+        return Example(np.asarray(row["tokens"], np.int32), np.asarray(row["loss"], bool))
 
     def report(self) -> str:
         """Return a summary of the records that were left out."""
@@ -259,7 +224,7 @@ def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) ->
     """Return the rows of a file: examples, and rows of size 0 with kind and reason for what is left out."""
     with file.open("rb") as content:
         key = hashlib.file_digest(content, "sha256")
-    data_settings = (data.structured, data.plain_every, data.fed_loss, data.reread)
+    data_settings = (data.structured, data.plain_every, data.fed_loss)
     model_settings = (lm.end_ids, lm.tokenizer.chat_template, lm.config.titles, lm.config.unused_tokens)
     key.update(repr((VERSION, file.suffix, *data_settings, *model_settings)).encode())
     key.update(lm.tokenizer.backend_tokenizer.to_str().encode())
@@ -277,7 +242,7 @@ def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) ->
 
 
 def _rows(lm: LanguageModel, record: Conversation | Unreadable, data: DataSection) -> Iterator[dict[str, Any]]:
-    empty = Example(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, bool))
+    empty = Example(np.zeros(0, np.int32), np.zeros(0, bool))
     left_out = empty._asdict() | {"size": 0, "line": record.number}
     if isinstance(record, Unreadable):
         yield left_out | {"kind": "malformed", "reason": record.reason}
@@ -286,8 +251,7 @@ def _rows(lm: LanguageModel, record: Conversation | Unreadable, data: DataSectio
     plain = data.plain_every and index % data.plain_every == data.plain_every - 1
     examples, skipped = encode_conversation(lm, record, data.structured and not plain, data.fed_loss)
     for example in examples:
-        row = reread(example, lm.codec.special, index) if data.reread else example
-        yield row._asdict() | {"size": len(row.tokens), "line": record.number, "kind": "", "reason": ""}
+        yield example._asdict() | {"size": len(example.tokens), "line": record.number, "kind": "", "reason": ""}
     if not examples:
         yield left_out | {"kind": "malformed", "reason": "; ".join(dict.fromkeys(map(_turn, skipped.items())))}
         return

@@ -16,7 +16,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
@@ -268,10 +267,9 @@ class _Server:
         calls: ToolCalls | None = None,
     ) -> Answer:
         adapter = self._adapter(body.model)
-        count, limit = body.candidates, self._config.max_choices
+        count, limit = body.choices, self._config.max_choices
         if count > limit:
-            name = "n" if count == body.choices else "best_of"
-            raise Refused(400, f"{name}: expected at most {limit} answers, got {count}", param=name)
+            raise Refused(400, f"n: expected at most {limit} answers, got {count}", param="n")
         capacity = self._engine.max_batch + self._config.max_waiting
         if len(prompts) * count > capacity:
             expected = f"at most {capacity // count} prompts with {count} answers each"
@@ -284,16 +282,14 @@ class _Server:
             raise Refused(400, str(error), INVALID, code) from None
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}") from None
-        if requests[0].template is not None and (body.alternatives is not None or count > body.choices):
-            name = "logprobs" if body.alternatives is not None else "best_of"
-            raise Refused(400, f"{name}: expected none with a template or parallel fields, got one", param=name)
+        if requests[0].template is not None and body.alternatives is not None:
+            message = "logprobs: expected none with a template or parallel fields, got one"
+            raise Refused(400, message, param="logprobs")
         compiled_before = programs_compiled()
         try:
-            ranked = count > body.choices and body.alternatives is None
-            alternatives = 0 if ranked else body.alternatives
             echo = isinstance(body, CompletionRequest) and body.echo
             stream = body.aspd.stream if body.stream else None
-            details: dict[str, Any] = {"stream": stream, "alternatives": alternatives, "echo": echo}
+            details: dict[str, Any] = {"stream": stream, "alternatives": body.alternatives, "echo": echo}
             tickets = self._thread.submit([replace(request, **details) for request in requests])
         except Busy as busy:
             kind, wait = "rate_limit_exceeded", str(busy.seconds)
@@ -307,12 +303,12 @@ class _Server:
     def _requests(
         self, body: Common, prompts: Sequence[Any], adapter: str, continues: bool, calls: ToolCalls | None
     ) -> list[DecodingRequest]:
-        """Return the requests of all prompts, one for each candidate answer."""
+        """Return the requests of all prompts, one for each answer."""
         requests: list[DecodingRequest] = []
         variables, tools = body.template_variables, [] if calls is None else [f.tool for f in calls.functions]
         for number, prompt in enumerate(prompts):
             try:
-                for choice in range(body.candidates):
+                for choice in range(body.choices):
                     params, mode = self._params(body, choice, calls), body.aspd.mode
                     requests.append(
                         self._engine.check(prompt, params, mode, adapter, continues, variables, tools, body.aspd.lists)
@@ -361,8 +357,7 @@ class _Server:
                 if not results.done() and await request.is_disconnected():
                     raise Refused(499, "the client has disconnected", "client_closed_request")
             finished = results.result()
-            chosen = self._best(body, tickets)
-            logprobs = [None if body.alternatives is None else self._logprobs(form, tickets[at]) for at in chosen]
+            logprobs = [self._logprobs(form, ticket) for ticket in tickets]
         except Broken:
             raise Refused(500, "the server failed on this request", "server_error") from None
         finally:
@@ -370,32 +365,14 @@ class _Server:
             for ticket in tickets:
                 self._thread.cancel(ticket)
         choices = [
-            form.choice(number, finished[at], values)
-            for number, (at, values) in enumerate(zip(chosen, logprobs, strict=True))
+            form.choice(number, result, values)
+            for number, (result, values) in enumerate(zip(finished, logprobs, strict=True))
         ]
-        answer = {**head, "object": form.whole, "choices": choices, "usage": usage(finished, body.candidates)}
+        answer = {**head, "object": form.whole, "choices": choices, "usage": usage(finished, body.choices)}
         if body.aspd.statistics:
             compiled = programs_compiled() - compiled_before
-            answer["aspd"] = [statistics(finished[at], compiled) for at in chosen]
+            answer["aspd"] = [statistics(result, compiled) for result in finished]
         return answer
-
-    @staticmethod
-    def _best(body: Common, tickets: Sequence[Ticket]) -> list[int]:
-        """Return the indices of the n answers of each prompt with the highest mean log probability per token."""
-        n, candidates = body.choices, body.candidates
-        if candidates == n:
-            return list(range(len(tickets)))
-
-        def mean(ticket: Ticket) -> float:
-            if ticket.logprobs is None:
-                raise Broken
-            tokens = ticket.logprobs[len(ticket.request.prompt) if ticket.request.echo else 0 :]
-            return float(np.mean([token.logprob for token in tokens])) if tokens else 0.0
-
-        chosen: list[int] = []
-        for start in range(0, len(tickets), candidates):
-            chosen += sorted(range(start, start + candidates), key=lambda at: mean(tickets[at]), reverse=True)[:n]
-        return chosen
 
     async def _results(self, tickets: Sequence[Ticket]) -> list[Result]:
         return [await self._result(ticket) for ticket in tickets]
@@ -436,7 +413,7 @@ class _Server:
                     yield [error_body(end.error, INVALID)]
                     return
                 if body.with_growing_usage:
-                    prompts = sum(len(ticket.request.prompt) for ticket in tickets[:: body.candidates])
+                    prompts = sum(len(ticket.request.prompt) for ticket in tickets[:: body.choices])
                     extra = {"usage": token_usage(prompts, sum(tokens))}
                 choices = [choice for delta in deltas for choice in form.delta(number, delta)]
                 if end is not None:
@@ -450,7 +427,7 @@ class _Server:
                     yield events
             if body.with_usage:
                 finished = [results[number] for number in range(len(tickets))]
-                yield [{**head, "choices": [], "usage": usage(finished, body.candidates)}]
+                yield [{**head, "choices": [], "usage": usage(finished, body.choices)}]
         except TimeoutError:
             yield [error_body(f"no answer within {self._config.timeout:g} s", "timeout", "timeout")]
         except Broken:

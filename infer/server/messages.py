@@ -355,11 +355,6 @@ class Common(SamplingFields):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def candidates(self) -> int:
-        """Return the number of answers to decode for each prompt, of which `choices` are sent."""
-        return self.choices
-
-    @property
     def stop_strings(self) -> tuple[str, ...]:
         """Return the strings that end the answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -595,20 +590,6 @@ class CompletionRequest(Completion):
     max_tokens: Annotated[Int, Field(ge=0, lt=1 << 31)] = 16
     logprobs: TopLogprobs | None = None
     echo: StrictBool = False
-    best_of: Annotated[Int, Field(ge=1)] | None = None
-
-    @model_validator(mode="after")
-    def _best_of_more(self) -> Self:
-        if self.candidates < self.choices:
-            raise fault(f"expected at least n = {self.choices}, got {self.best_of}", "best_of")
-        if self.candidates > self.choices and self.stream:
-            raise fault("expected n in a stream, got more; the best answers are not known before their end", "best_of")
-        return self
-
-    @property
-    def candidates(self) -> int:
-        """Return what `Common` describes."""
-        return self.best_of or self.choices
 
     @property
     def alternatives(self) -> int | None:

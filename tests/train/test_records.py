@@ -16,14 +16,13 @@ from transformers import AutoTokenizer
 import train.records
 from aspd_jax import LanguageModel
 from aspd_jax.errors import ConfigError, DataError
-from aspd_jax.layout import Layout, build_layout
 from aspd_jax.sources import Conversation, conversation
 from aspd_jax.structure import from_json, plain_text, to_json
 from aspd_jax.tokens import add_special_tokens
 from tests.conftest import ROOT, shared
-from train.batches import RecordBatches, pack, record_held_out, record_steps
+from train.batches import RecordBatches, record_held_out, record_steps
 from train.config import DataSection, TrainConfig
-from train.records import Example, Records, encode_conversation, reread
+from train.records import Example, Records, encode_conversation
 from train.tasks import problem
 
 STRUCTURE = [
@@ -103,50 +102,6 @@ BLOCKS = [
     },
     {"type": "serial", "text": "Done."},
 ]
-
-
-def upstream_logits(lm: LanguageModel, tokens: np.ndarray) -> np.ndarray:
-    """As a server without our mask has them: every token sees all before it, at positions that go on; [T, V]."""
-    place, one = np.arange(256, dtype=np.int32)[None], np.ones((1, 256), np.int32)
-    filled = np.pad(tokens, (0, 256 - tokens.size))[None]
-    logits = lm.model.apply({"params": lm.params}, filled, Layout(place, one, 0 * one, 0 * one))
-    return np.asarray(logits)[0, : tokens.size]
-
-
-def test_rereading_learns_what_an_upstream_computes(lm: LanguageModel) -> None:
-    """Every token is learned with the logits of the request that would write it: a branch with the prefix alone, what
-    follows with all branches in order; and over the blocks, every token is.
-    """
-    special = lm.codec.special
-    item = encoded(lm, {"messages": CONVERSATION["messages"], "structure": BLOCKS})
-    block, branch = (field[0] for field in build_layout(item.tokens[None], special)[2:])
-    whole = upstream_logits(lm, item.tokens)
-    learned: list[int] = []
-    for chosen in (0, 1):
-        made = reread(item, special, chosen)
-        assert all(map(np.array_equal, made, reread(item, special, chosen + 2)))
-        start, stop = np.flatnonzero(block == chosen + 1)[[0, -1]] + [0, 1]
-        source = np.concatenate([np.arange(stop), np.arange(start, item.tokens.size)])  # which token of `item` it is
-        assert (made.tokens == item.tokens[source]).all()
-        batch = pack([made], [0], special, 1, made.tokens.size, "sequential")
-        logits = np.asarray(lm.model.apply({"params": lm.params}, batch.tokens, batch.layout))[0]
-        expected = {0: (np.arange(block.size), whole)}  # by branch: tokens that its request has, and their logits
-        for number in range(1, branch[start:stop].max() + 1):
-            own = np.flatnonzero((np.arange(block.size) < start) | ((block == chosen + 1) & (branch == number)))
-            expected[number] = own, upstream_logits(lm, item.tokens[own])
-        for place in np.flatnonzero(made.loss):
-            learned.append(at := source[place])
-            own, theirs = expected[branch[at]]
-            assert (batch.part[0, place] == 2) == (branch[at] > 0)
-            np.testing.assert_allclose(logits[place - 1], theirs[np.searchsorted(own, at) - 1], atol=1e-4)
-    assert set(learned) == set(np.flatnonzero(item.loss))
-    side_by_side = lm.model.apply({"params": lm.params}, item.tokens[None], build_layout(item.tokens[None], special))
-    assert np.abs(np.asarray(side_by_side)[0, -2] - whole[-2]).max() > 1e-3  # without it, another thing is learned
-
-
-def test_rereading_leaves_plain_answers_as_they_are(lm: LanguageModel) -> None:
-    item = encoded(lm, structured=False)
-    assert reread(item, lm.codec.special, 3) is item
 
 
 def test_a_real_chat_template(lm: LanguageModel, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ CHANGED: dict[str, Any] = {
     "model.attention": "reference",
     "data.train": None, "data.held_out": None,
     "data.cache": None, "data.strict": None, "data.chat_template": None, "data.structured": False,
-    "data.plain_every": 2, "data.fed_loss": True, "data.reread": True, "data.rows": 1, "data.length": 400,
+    "data.plain_every": 2, "data.fed_loss": True, "data.rows": 1, "data.length": 400,
     "data.bins": None,
     "data.short_steps": 0, "data.short_rows": 1, "data.short_length": 120, "data.recital_every": 3,
     "optimiser.learning_rate": 1e-2, "optimiser.warmup": 1.0, "optimiser.final": 0.5, "optimiser.weight_decay": 0.5,

@@ -20,8 +20,6 @@ from infer.bench import step_times as times
 from infer.bench.decoding import answer_rows, answer_times
 from infer.bench.step_times import copy_bandwidth, logit_error, measure_steps, step_table
 from tests.conftest import tiny_config, write_checkpoint
-from train.throughput import step_times
-from train.throughput import table as steps_table
 
 pytestmark = pytest.mark.further
 
@@ -155,18 +153,6 @@ def test_transformers_is_timed_in_the_same_type_or_left_out(tiny: LanguageModel,
 def test_unknown_shapes_are_refused() -> None:
     with pytest.raises(RequestError, match="--shape: expected one of 27m, 1b, 7b"):
         benchmark_model("70b", "float32")
-
-
-def test_training_steps_are_timed_beside_a_causal_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        SHAPES, "tiny", replace(SHAPES["27m"], hidden_size=64, feed_forward=64, layers=1, vocab_size=512)
-    )
-    results = step_times("tiny", "float32", rows=1, length=256, repeats=2)
-    assert [result.attention for result in results] == ["chunked", "causal"]
-    for result in results:
-        assert 0 < result.fastest <= result.median <= result.slowest
-        assert result.tokens_per_second == pytest.approx(256 / result.median * 1000)
-    assert "| causal | " in steps_table(results) and "| 1.00 |" in steps_table(results)
 
 
 def test_random_prompts_hold_no_tags() -> None:
