@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from infer.answers.answer import Result, Statistics
     from infer.answers.events import Event
     from infer.engine import Engine
+    from infer.replay import Trace
     from infer.request import SamplingParams
-    from infer.scheduling.replay import Trace
     from infer.scheduling.scheduler import Handle
 
 __all__ = ["Engine", "Event", "Handle", "Result", "SamplingParams", "Statistics", "Trace"]
@@ -21,7 +21,7 @@ __getattr__ = lazy_names(
         "answers.events": ("Event",),
         "engine": ("Engine",),
         "request": ("SamplingParams",),
-        "scheduling.replay": ("Trace",),
+        "replay": ("Trace",),
         "scheduling.scheduler": ("Handle",),
     },
 )

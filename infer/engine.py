@@ -23,12 +23,12 @@ from infer.control.filling import check_template
 from infer.control.schemas import Schemas
 from infer.control.tags import check_tags
 from infer.decode.state import MAX_BRANCHES, DraftSource, EngineConfig
+from infer.replay import Trace, replay
 from infer.request import MAX_TITLE_TOKENS, ListMode, Mode, PromptTooLong, Request, SamplingParams, Stream
 from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import prompt_layout
 from infer.scheduling.buckets import Buckets, capacity_for
 from infer.scheduling.handle import DebugState, Handle
-from infer.scheduling.replay import Trace, replay
 from infer.scheduling.runner import DraftControl
 from infer.scheduling.scheduler import Scheduler, StepStats
 

@@ -60,7 +60,7 @@ decode() { # name, options…
         "$python" -m pytest -q --numprocesses="$workers" -m "" tests/aspd_jax/model/test_kernels_on_device.py ;;
       # Exact comparisons require exact products. Tests that need several devices or start processes are omitted.
       tests) step tests env JAX_PLATFORMS="$platform" JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false \
-        "$python" -m pytest -q --numprocesses="$workers" -m "not slow and not several" tests/aspd_jax/model/test_model.py tests/infer/scheduling/test_replay.py \
+        "$python" -m pytest -q --numprocesses="$workers" -m "not slow and not several" tests/aspd_jax/model/test_model.py tests/infer/test_replay.py \
         tests/infer/test_engine.py tests/infer/scheduling/test_scheduler.py tests/infer/decode/test_speculation.py tests/infer/decode/test_sampling.py tests/infer/decode/test_grammar.py \
         tests/train/test_train_step.py ;;
       demo) step demo "$python" -m aspd demo ;;

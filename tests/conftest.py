@@ -84,8 +84,8 @@ COUNTERPARTS = {
     "aspd_jax/test_layout.py::test_unseen_cases_of_the_same_kind_are_the_ones_in_shared": (
         "aspd_jax/test_layout.py::test_authors_positions_and_mask",
     ),
-    "infer/scheduling/test_replay.py::test_seeded_weights_and_vectors_are_the_authors": (
-        "infer/scheduling/test_replay.py::test_authors_engine",
+    "infer/test_replay.py::test_seeded_weights_and_vectors_are_the_authors": (
+        "infer/test_replay.py::test_authors_engine",
     ),
     # Published tokenizers and templates; the repository makes ones of the same kinds.
     "aspd_jax/test_tokens.py::_real": (

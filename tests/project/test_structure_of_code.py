@@ -89,7 +89,7 @@ def test_architecture_names_every_file() -> None:
     assert not modules - listed
 
 
-CORE = {"answers", "control", "decode", "engine", "request", "scheduling"}
+CORE = {"answers", "control", "decode", "engine", "replay", "request", "scheduling"}
 # What each package and module of `infer` may import from the others.
 MAY_IMPORT: dict[str, set[str]] = {
     "request": set(),
@@ -97,7 +97,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "answers": {"decode", "request"},
     "control": {"answers", "decode", "request"},
     "scheduling": {"answers", "control", "decode", "request"},
-    "engine": {"answers", "control", "decode", "request", "scheduling"},
+    "replay": {"decode", "request", "scheduling"},
+    "engine": {"answers", "control", "decode", "replay", "request", "scheduling"},
     "lockstep": CORE,
     "bench": CORE,
     "offline": CORE | {"bench"},
