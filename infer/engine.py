@@ -23,7 +23,6 @@ from infer.control.filling import check_template
 from infer.control.schemas import Schemas
 from infer.control.tags import check_tags
 from infer.decode.state import MAX_BRANCHES, DraftSource, EngineConfig
-from infer.replay import Trace, replay
 from infer.request import MAX_TITLE_TOKENS, ListMode, Mode, PromptTooLong, Request, SamplingParams, Stream
 from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import prompt_layout
@@ -451,30 +450,6 @@ class Engine:
                 yield handle.partial()
         finally:
             handle.cancel()
-
-    def replay(self, prompt_token_ids: Sequence[int], answer_token_ids: Sequence[int]) -> Trace:
-        """Feed a linearisation through the stepwise engine, branches side by side.
-
-        Args:
-            prompt_token_ids: token ids of the prompt.
-            answer_token_ids: token ids of a well-formed linearisation, with or without end of text.
-
-        Returns:
-            The logits after every answer token, and the number of steps after prefill.
-
-        Raises:
-            RequestError: prompt and answer exceed `max_length`.
-            StructureError: the answer is not well formed.
-        """
-        length = len(prompt_token_ids) + len(answer_token_ids)
-        if length > self.max_length:
-            raise RequestError(
-                f"prompt and answer: expected at most {self.max_length} tokens (max_length), got {length}."
-            )
-        prompt, answer = self.encode(prompt_token_ids), self.encode(answer_token_ids)
-        if not prompt:
-            raise RequestError("prompt: expected at least one token, got none.")
-        return replay(self.lm, self.config, prompt, answer)
 
     def _check_all(
         self,

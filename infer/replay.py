@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from aspd_jax.errors import StructureError
-from aspd_jax.language_model import LanguageModel
+from aspd_jax.errors import RequestError, StructureError
 from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power
@@ -25,6 +24,7 @@ from infer.decode.inputs import Inputs, next_inputs, plan_step, widths
 from infer.decode.state import PROMPT, RUNNING, DecodeState, EngineConfig, waiting
 from infer.decode.token_classes import ANY_TEXT, PARALLEL_START, TITLE_END, TITLE_START
 from infer.decode.transition import advance
+from infer.engine import Engine
 from infer.request import Request, SamplingParams
 from infer.scheduling.admission import admit_request, new_state
 from infer.scheduling.buckets import MAX_TOKENS, capacity_for
@@ -125,8 +125,32 @@ def replay_advance(
     return advance(state, derived, config, lanes, tokens, lanes.row < state.sequence.cursor.phase.size)
 
 
-def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answer: Sequence[int]) -> Trace:
-    """Run `Engine.replay`; limits of the config are raised to the sizes of the answer."""
+def replay(engine: Engine, prompt_token_ids: Sequence[int], answer_token_ids: Sequence[int]) -> Trace:
+    """Feed a linearisation through the stepwise engine, branches side by side.
+
+    Limits of branches and titles are raised to the sizes of the answer.
+
+    Args:
+        engine: engine, whose requests are not affected.
+        prompt_token_ids: token ids of the prompt.
+        answer_token_ids: token ids of a well-formed linearisation, with or without end of text.
+
+    Returns:
+        The logits after every answer token, and the number of steps after prefill.
+
+    Raises:
+        RequestError: prompt and answer exceed `max_length`.
+        StructureError: the answer is not well formed.
+    """
+    length = len(prompt_token_ids) + len(answer_token_ids)
+    if length > engine.max_length:
+        raise RequestError(
+            f"prompt and answer: expected at most {engine.max_length} tokens (max_length), got {length}."
+        )
+    lm, config = engine.lm, engine.config
+    prompt, answer = engine.encode(prompt_token_ids), engine.encode(answer_token_ids)
+    if not prompt:
+        raise RequestError("prompt: expected at least one token, got none.")
     if not answer:
         raise StructureError("answer: expected at least one token, got none.")
     ended = answer[-1] in config.end

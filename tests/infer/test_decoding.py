@@ -19,6 +19,7 @@ from aspd_jax.model.config import FAMILIES, RopeConfig
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.sharding import make_mesh
 from infer import Engine, SamplingParams
+from infer.replay import replay
 from infer.scheduling.buckets import Buckets
 from tests.conftest import GOLDEN, ROOT, write_checkpoint
 from tests.helpers.answers import SEPARATOR, full_pass
@@ -176,7 +177,7 @@ def test_max_positions_with_a_window(name: str, tmp_path: Path) -> None:
     config = replace(lm.config, positions="max")
     engine = engine_for(replace(lm, config=config, model=Transformer(config)))
     ids, answer = prompt_ids(1), VECTORS[name]["adaptive"]
-    logits = engine.replay(ids, answer).logits
+    logits = replay(engine, ids, answer).logits
     np.testing.assert_allclose(logits, full_pass(engine.lm, SPECIAL, ids, answer), atol=1e-4)
     assert np.abs(logits - full_pass(lm, SPECIAL, ids, answer)).max() > 1e-2, "negative control: another scheme"
 

@@ -20,6 +20,7 @@ from infer import Engine, SamplingParams
 from infer.decode.decode_step import summarise
 from infer.decode.inputs import widest
 from infer.decode.state import PROMPT, RUNNING, DecodeState
+from infer.replay import replay
 from infer.request import Request
 from infer.scheduling.buckets import Buckets
 from tests.conftest import (
@@ -177,7 +178,7 @@ def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
         lm.special_tokens = SpecialTokens(17, 18, 19, 20, 21, 22)
         own = Engine(lm, max_length=128, max_batch=2, max_branches=3, separator_ids=SEPARATOR)
         results.append(own.generate(prompts, params, modes))
-        logits.append(own.replay([1], linearise(own.config.special, EXAMPLE)).logits)
+        logits.append(replay(own, [1], linearise(own.config.special, EXAMPLE)).logits)
     for other, other_logits in zip(results[1:], logits[1:], strict=True):
         assert [r.token_ids for r in other] == [r.token_ids for r in results[0]]
         np.testing.assert_allclose(other_logits, logits[0], atol=1e-3)
@@ -225,7 +226,7 @@ def test_budgets_and_limits_have_errors_that_name_them(engine: Engine) -> None:
     with pytest.raises(RequestError, match="params: expected 2 entries, one for each prompt, got 1"):
         engine.generate([[1], [2]], [SamplingParams()])
     with pytest.raises(RequestError, match=r"prompt and answer: expected at most 256 tokens \(max_length\), got 257"):
-        engine.replay([1], [1] * 256)
+        replay(engine, [1], [1] * 256)
     with pytest.raises(RequestError, match="got one that ends inside a branch"):
         engine.generate([[1, engine.config.special.branch_start, 2]])
 

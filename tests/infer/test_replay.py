@@ -16,6 +16,7 @@ from aspd_jax import LanguageModel, SpecialTokens
 from aspd_jax.errors import RequestError
 from aspd_jax.model.transformer import Transformer
 from infer import Engine
+from infer.replay import replay
 from tests.conftest import GOLDEN, shared
 from tests.helpers.answers import EXAMPLE, SEPARATOR, TEXT, critical_path, full_pass, linearise
 from tests.helpers.authors_model import authors_tensors, load_authors_model
@@ -31,7 +32,7 @@ parts = st.lists(st.one_of(text, block), min_size=1, max_size=4)
 def test_stepwise_logits_equal_the_full_pass(engine: Engine, parts: list, prompt: list[int]) -> None:
     special = engine.config.special
     answer = linearise(special, parts)
-    trace = engine.replay(prompt, answer)
+    trace = replay(engine, prompt, answer)
     np.testing.assert_allclose(trace.logits, full_pass(engine.lm, special, prompt, answer), atol=1e-4)
     assert trace.steps == critical_path(special, parts) - 1
 
@@ -43,7 +44,7 @@ def test_stepwise_logits_for_every_position_scheme(bare_lm: LanguageModel, schem
     lm = replace(bare_lm, config=config, model=Transformer(config))
     own = Engine(lm, max_length=512, separator_ids=SEPARATOR)
     answer = linearise(own.config.special, EXAMPLE)
-    logits = own.replay([1, 2], answer).logits
+    logits = replay(own, [1, 2], answer).logits
     np.testing.assert_allclose(logits, full_pass(lm, own.config.special, [1, 2], answer), atol=1e-4)
     if scheme != "sequential":  # negative control: trained with one scheme, decoded with another
         assert np.abs(logits - full_pass(bare_lm, own.config.special, [1, 2], answer)).max() > 1e-2
@@ -55,7 +56,7 @@ def test_shared_siblings_break_the_equality(bare_lm: LanguageModel) -> None:
     shared = replace(bare_lm, config=config, model=Transformer(config))
     own = Engine(bare_lm, max_length=512, separator_ids=SEPARATOR)
     answer = linearise(own.config.special, EXAMPLE)
-    error = np.abs(own.replay([1], answer).logits - full_pass(shared, own.config.special, [1], answer)).max(axis=1)
+    error = np.abs(replay(own, [1], answer).logits - full_pass(shared, own.config.special, [1], answer)).max(axis=1)
     assert error.max() > 1e-2
 
 
@@ -74,7 +75,7 @@ def test_ablations_that_are_not_decoded_are_refused(bare_lm: LanguageModel, chan
 
 def test_every_token_is_fed_once(engine: Engine) -> None:
     answer = linearise(engine.config.special, EXAMPLE)
-    trace = engine.replay([1], answer)
+    trace = replay(engine, [1], answer)
     assert sum(trace.widths) == len(answer) - 1, "all but the last, which no step has to feed"
     fork = 1 + (1 + 1 + 2) + (1 + 2 + 2) + (1 + 1 + 2)
     assert fork in trace.widths, "`<|para|>` and all heads go in one step"
@@ -93,7 +94,7 @@ def test_authors_engine(file: Path, authors_lm: LanguageModel) -> None:
     """Stepwise decoding and the full pass both give the logits that the authors' engine computed, token by token."""
     vector = np.load(file)
     tokens, prompt, fed = vector["tokens"].tolist(), int(vector["prompt_length"]), vector["fed"]
-    trace = Engine(authors_lm).replay(tokens[:prompt], tokens[prompt:])
+    trace = replay(Engine(authors_lm), tokens[:prompt], tokens[prompt:])
     np.testing.assert_allclose(trace.logits[fed[prompt:]], vector["logits"][prompt:][fed[prompt:]], atol=1e-4)
     full = full_pass(authors_lm, authors_lm.special_tokens, [], tokens)
     np.testing.assert_allclose(full[fed], vector["logits"][fed], atol=1e-4)
@@ -139,7 +140,7 @@ def test_permuting_branches_permutes_their_logits(bare_lm: LanguageModel, scheme
     logits, places = {}, {}
     for order in ([0, 1, 2], [2, 0, 1]):
         answer = linearise(special, [[3], [block[i] for i in order], [4, 4]])
-        logits[order[0]] = own.replay([1, 2], answer).logits
+        logits[order[0]] = replay(own, [1, 2], answer).logits
         places[order[0]] = branch_rows(special, answer, order)
     for a, b in zip(places[0], places[2], strict=True):
         np.testing.assert_allclose(logits[0][a], logits[2][b], atol=1e-4)
@@ -150,7 +151,7 @@ def test_permuting_branches_permutes_their_logits(bare_lm: LanguageModel, scheme
 def test_a_branch_is_the_same_without_its_siblings(engine: Engine) -> None:
     special, block = engine.config.special, [([5], [6, 7, 8]), ([9], [1]), ([2], [9, 9])]
     answer = linearise(special, [[3], block], end=None)
-    logits = engine.replay([1, 2], answer).logits
+    logits = replay(engine, [1, 2], answer).logits
     head = answer[: answer.index(special.branch_start)]
     for number, rows in enumerate(branch_rows(special, answer, [0, 1, 2])):
         alone = full_pass(engine.lm, special, [1, 2], head + [answer[i] for i in rows])[len(head) :]
@@ -167,4 +168,4 @@ def test_conversation_with_blocks_in_the_prompt(engine: Engine) -> None:
     earlier = linearise(special, EXAMPLE, end=None)
     later = linearise(special, [[2], [([7], [8]), ([9], [1, 2])]])
     whole = full_pass(engine.lm, special, [1, *earlier, 3], later)
-    np.testing.assert_allclose(engine.replay([1, *earlier, 3], later).logits, whole, atol=1e-4)
+    np.testing.assert_allclose(replay(engine, [1, *earlier, 3], later).logits, whole, atol=1e-4)

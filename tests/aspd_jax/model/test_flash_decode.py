@@ -21,6 +21,7 @@ from aspd_jax.model.cache import layer_sharding
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.sharding import make_mesh
 from infer import Engine
+from infer.replay import replay
 from tests.helpers.answers import EXAMPLE, SEPARATOR, linearise
 
 SPECIAL = SpecialTokens(57, 58, 59, 60, 61, 62)
@@ -138,7 +139,7 @@ def test_same_tokens_from_an_engine(bare_lm: LanguageModel) -> None:
         lm = replace(bare_lm, config=config, model=Transformer(config))
         engines.append(Engine(lm, max_length=128, max_batch=1, max_branches=3, separator_ids=SEPARATOR))
     answer = linearise(engines[0].config.special, EXAMPLE)
-    plain, kernel = (engine.replay([1, 2], answer) for engine in engines)
+    plain, kernel = (replay(engine, [1, 2], answer) for engine in engines)
     assert plain.widths == kernel.widths and max(kernel.widths) > 1
     np.testing.assert_allclose(kernel.logits, plain.logits, atol=1e-4)
     assert (kernel.logits.argmax(1) == plain.logits.argmax(1)).all()

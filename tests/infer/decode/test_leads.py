@@ -17,6 +17,7 @@ from aspd_jax.tokens import BlockIds, SerialIds, split
 from infer import Engine, SamplingParams
 from infer.answers.timeline import timeline
 from infer.control.tags import number_tokens
+from infer.replay import replay
 from infer.scheduling.admission import classes_of
 from tests.helpers.answers import full_pass
 
@@ -63,7 +64,7 @@ def test_stepwise_logits_equal_the_full_pass(engine: Engine, after_block: bool) 
     special, codec = engine.config.special, engine.lm.codec
     prompt = codec.linearise(EXAMPLE[:3] if after_block else EXAMPLE[:1]).tokens.tolist()
     answer = [*codec.linearise(EXAMPLE).tokens.tolist(), engine.config.end[0]]
-    trace = engine.replay(prompt, answer)
+    trace = replay(engine, prompt, answer)
     np.testing.assert_allclose(trace.logits, full_pass(engine.lm, special, prompt, answer), atol=1e-4)
     assert trace.steps == path_of(engine, answer) - 1
     assert sum(trace.widths) == len(answer) - 1, "every token is fed once"
@@ -223,7 +224,7 @@ def test_a_repeated_lead_ends_the_list(engine: Engine, goes_on: bool) -> None:
     result = engine.generate([[1, 2]], replace(asked, script=script))[0]
     assert result.structure == two and result.stats.discarded_tokens == len(repeated) - 1
     assert result.stats.steps == result.stats.critical_path + result.stats.discarded_tokens - 1
-    logits = engine.replay([1, 2], result.token_ids).logits
+    logits = replay(engine, [1, 2], result.token_ids).logits
     np.testing.assert_allclose(logits, full_pass(engine.lm, special, [1, 2], result.token_ids), atol=1e-4)
     assert codec.text.decode(split(result.token_ids[:-1], special, codec.form)[1].number) == "4"  # type: ignore[union-attr]
 
@@ -320,7 +321,7 @@ def test_penalties_take_leads_for_text(engine: Engine) -> None:
     def first_token(penalty: float) -> tuple[int, np.ndarray]:
         ids = engine.generate([[1, 2]], replace(free, frequency_penalty=penalty))[0].token_ids
         at = ids.index(special.branch_start) + len(head)
-        return ids[at], engine.replay([1, 2], ids).logits[at - 1]
+        return ids[at], replay(engine, [1, 2], ids).logits[at - 1]
 
     plain, logits = first_token(0.0)
     seen = Counter(token for text in ("Well:", *LEADS) for token in codec.text.encode(text))

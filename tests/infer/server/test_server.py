@@ -25,6 +25,7 @@ import infer.server.app
 from aspd_jax.progress import programs_compiled
 from infer import Engine, SamplingParams
 from infer.answers.logprobs import token_logprobs
+from infer.replay import replay
 from infer.scheduling.runner import Runner
 from tests.conftest import ROOT
 from tests.helpers.browser import chromium
@@ -145,7 +146,7 @@ def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
     (result,) = engine.generate([ask()["messages"]], SamplingParams(max_new_tokens=400))
     found = token_logprobs(engine.lm, engine.config, result, 1)
     assert engine.lm.codec.text.decode([of.token for of in found]) == result.text
-    logits = engine.replay(result.prompt_token_ids, result.token_ids).logits
+    logits = replay(engine, result.prompt_token_ids, result.token_ids).logits
     of_step = np.asarray(jax.nn.log_softmax(logits, axis=-1))
     ids = iter(enumerate(result.token_ids))
     for of in found[1:]:  # the first one follows from the prompt
