@@ -1,4 +1,4 @@
-"""HTML of structured answers with branches side by side, and the colours of branches. Figures: `infer.plots`."""
+"""HTML of structured answers with branches side by side, and the colours of branches."""
 
 from __future__ import annotations
 

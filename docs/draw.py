@@ -1,4 +1,4 @@
-"""Draw the pictures of README and docs from answers of SmolLM2: `python docs/draw.py`."""
+"""Draw the pictures of README and docs from answers of SmolLM2: `python -m docs.draw`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ import aspd  # noqa: F401 (sets XLA's flags)
 from aspd_jax import Branch, Layout, Parallel, Serial, build_layout, load_model
 from infer import Engine, Result, SamplingParams
 from infer.answers.answer import content_ids
-from infer.answers.timeline import timeline
 from infer.engine import Prompt
 from infer.offline.terminal import RECORD_SCHEMA, picture, record_prompt
-from infer.plots import draw_timeline, draw_visibility, svg
 from infer.request import Fields, Mode
+from notebooks.figures import draw_timeline, draw_visibility, svg, timeline
 
 HERE = Path(__file__).parent / "pictures"
 QUESTION = "How can I make my home office more comfortable?"

@@ -14,8 +14,7 @@ from matplotlib.colors import to_rgb
 
 from aspd_jax import Branch, Layout, Parallel, Serial, SpecialTokens, build_layout
 from aspd_jax.pictures import SERIAL_COLOUR, answer_html, branch_colour, page
-from infer.answers.timeline import Span
-from infer.plots import draw_timeline, draw_visibility, svg
+from notebooks.figures import Span, draw_timeline, draw_visibility, svg
 from tests.helpers.answers import EXAMPLE, linearise
 from tests.helpers.brute_force import lay_out, mask
 

@@ -18,7 +18,6 @@ from aspd_jax.errors import RequestError
 from aspd_jax.structure import Branch, Parallel, Serial
 from infer import Engine, SamplingParams
 from infer.answers.answer import content_ids
-from infer.answers.timeline import timeline
 from infer.evaluation.config import DecodingSection, EvalConfig, SpeedSection, System
 from infer.evaluation.conversations import answer_questions
 from infer.evaluation.health import health
@@ -26,6 +25,7 @@ from infer.evaluation.intervals import difference, interval
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import time_questions
 from infer.offline.journal import read_journal
+from notebooks.figures import timeline
 from tests.conftest import tiny_config, write_checkpoint
 
 ADAPTIVE = System("demo", "demo", "adaptive")
