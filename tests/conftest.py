@@ -140,6 +140,12 @@ settings.load_profile("few")
 # Engines of these sizes over `lm` share their compiled programs.
 SIZES: dict[str, int] = {"max_length": 512, "max_batch": 4, "max_branches": 8}
 
+# Fixtures of models, by the family of tests that share their programs.
+FAMILIES = {
+    "bare": {"bare_lm", "authors_lm"},
+    "lm": {"lm"},
+    "demo": {"demo", "demo_engine", "answer"},
+}
 CASES = 3  # cases of a parametrised test that `make test` runs, without the marker `default_cases`
 END = float(os.environ.get("FURTHER_TESTS_END", "inf"))  # seconds since 1970, after which no further test begins
 TESTS = count(1)
@@ -182,6 +188,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if numbers[name] >= (marker.args[0] if marker else CASES):
                 item.add_marker("further")
             numbers[name] += 1
+    group_by_programs(items)
+
+
+def group_by_programs(items: list[pytest.Item]) -> None:
+    """Let modules whose tests share programs run in one process: those of a family, which start first."""
+    modules: dict[str, Counter[str]] = {}
+    for item in items:
+        families = modules.setdefault(item.nodeid.partition("::")[0], Counter())
+        fixtures = {*getattr(item, "fixturenames", ())}
+        families.update([family for family, names in FAMILIES.items() if names & fixtures][:1])
+    groups = {module: families.most_common(1)[0][0] if families else module for module, families in modules.items()}
+    order = {family: number for number, family in enumerate(FAMILIES)}
+    items.sort(key=lambda item: order.get(groups[item.nodeid.partition("::")[0]], len(order)))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups[item.nodeid.partition("::")[0]]))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aspd_jax import load_model
 from aspd_jax.errors import ConfigError
 from infer import Engine
 from infer.server.config import ServerConfig
@@ -92,8 +91,8 @@ def parse(path: str, body: Any) -> tuple[Any, str]:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    return Engine(load_model("demo"), max_length=1024, max_batch=2)
+def engine(demo_engine: Engine) -> Engine:
+    return demo_engine
 
 
 @pytest.fixture(scope="module")

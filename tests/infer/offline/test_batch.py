@@ -20,13 +20,14 @@ from aspd_jax.language_model import save_model
 from infer import Engine, SamplingParams
 from infer.offline.batch import Job, generate_file, read_prompts
 from infer.request import Mode
+from tests.conftest import SIZES
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=24)
 
 
 @pytest.fixture(scope="module")
 def own(lm: LanguageModel) -> Engine:
-    return Engine(lm, max_length=96, max_batch=2, max_branches=3, max_title_tokens=2)
+    return Engine(lm, **SIZES)
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def source(tmp_path: Path) -> Path:
     file = tmp_path / "prompts.jsonl"
     lines: list[dict[str, Any]] = [{"prompt": f"Run {number}", "id": f"q{number}"} for number in range(7)]
     lines[3] = {"messages": [{"role": "user", "content": "Hi"}]}
-    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n" + json.dumps({"prompt": "x" * 400}) + "\n")
+    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n" + json.dumps({"prompt": "x" * 2000}) + "\n")
     return file
 
 
@@ -167,6 +168,7 @@ def test_answers_of_another_model_are_not_resumed(
     assert "3 of them there already" in capsys.readouterr().out
 
 
+@pytest.mark.further
 def test_kill_9(lm: LanguageModel, source: Path, tmp_path: Path, capsys: Any) -> None:
     save_model(lm, tmp_path / "model")
     cut = tmp_path / "cut.jsonl"

@@ -315,6 +315,7 @@ def test_stop_strings_end_the_text_in_reading_order(stop: Any, proxy: str, upstr
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.further
 def test_budgets_keep_a_beginning_of_the_text(proxy: str, demo: LanguageModel) -> None:
     """Check that the text is the first tokens of the whole one in reading order, whatever the limit."""
     texts = []

@@ -275,6 +275,7 @@ def test_clients_ask_for_adapters_as_models(served: tuple[Running, Path, Languag
         assert post(running, "unload_lora_adapter", lora_name=name).status_code == 200
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     "name, path, status, message",
     [
