@@ -101,7 +101,7 @@ def test_batches_equal_transformers(family: str, tmp_path: Path) -> None:
     assert_equal(answers(engine_for(loaded(tmp_path, name), max_batch=2), VECTORS[name]), VECTORS[name])
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.usefixtures("one_program")
 @families
 def test_int8_equals_transformers_with_rounded_weights(family: str, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_rounding_to_int8_changes_answers() -> None:
     assert sum(rounded != plain for rounded, plain in pairs if rounded["seed"] == plain["seed"]) >= 3
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.usefixtures("one_program")
 @families
 def test_drafts_change_no_answer(family: str, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_its_tokenizer_is_theirs(model: Path, theirs: dict[str, np.ndarray]) -> 
     assert tokenizer.decode(hello) == "Hello, wörld 2024!"
 
 
+@pytest.mark.further
 def test_its_logits_are_theirs(lm: LanguageModel, theirs: dict[str, np.ndarray]) -> None:
     engine = Engine(lm, max_length=64)
     assert lm.special_tokens is not None

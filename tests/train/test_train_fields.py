@@ -54,7 +54,7 @@ def test_every_field_is_in_the_table() -> None:
     assert {name for name, value in CHANGED.items() if value is None} == ELSEWHERE
 
 
-@pytest.mark.default_cases(2)
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", [name for name in NAMES if CHANGED[name] is not None])
 def test_every_field_changes_the_run(name: str, tmp_path: Path) -> None:
     base, reference = changed(SMALL, log_every=1), "with short steps"

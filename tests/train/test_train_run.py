@@ -139,6 +139,7 @@ MESHES += [
 REFERENCE: dict[str, Any] = {}
 
 
+@pytest.mark.further
 @pytest.mark.several
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_every_mesh_gives_the_same_losses(shape: dict[str, int], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ WAVE = 48
 
 
 def engine_of(lm: LanguageModel) -> Engine:
-    return Engine(lm, max_length=256, max_batch=8, max_branches=4, max_title_tokens=2, separator_ids=SEPARATOR)
+    return Engine(lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR)
 
 
 def answers(engine: Engine, content: list[int | None], **changes: int) -> list[Result]:

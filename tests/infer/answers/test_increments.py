@@ -92,6 +92,7 @@ def compare(own: Engine, params: list[SamplingParams]) -> Counter[str]:
     return seen
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind != "drafts" else pytest.mark.slow) for kind in KINDS]
 )
@@ -103,6 +104,7 @@ def test_answers_are_those_of_the_cache(lm: LanguageModel, kind: str) -> None:
     assert seen["discarded"] and (seen["accepted"] or "drafts" not in kind), seen
 
 
+@pytest.mark.further
 def test_templates_are_those_of_the_cache(lm: LanguageModel) -> None:
     """Check the tokens of templates while they are filled."""
     own, checked = engine_of(lm, "names"), 0
@@ -166,6 +168,7 @@ class RandomDecisions(Controller):
         )
 
 
+@pytest.mark.further
 def test_answers_without_tags_are_those_of_the_cache(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check tokens after random decisions that hide tokens, drop blocks and feed texts, also while these are fed."""
     monkeypatch.setattr(infer.scheduling.scheduler, "Lists", RandomDecisions)
@@ -191,6 +194,7 @@ def test_answers_without_tags_are_those_of_the_cache(lm: LanguageModel, monkeypa
     assert all(seen[name] > 3 for name in ("feeding", "open block", "text", "fork", "close")), seen
 
 
+@pytest.mark.further
 def test_a_lost_token_is_noticed(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the comparison fails if the host skips a token (negative control)."""
 

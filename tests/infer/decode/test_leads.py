@@ -122,7 +122,7 @@ def test_random_answers_are_well_formed_and_in_budget(engine: Engine) -> None:
     assert taken_back, "a block was taken back"
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize("limit", [3, 9, 12, 150])
 def test_numbers_of_leads_are_those_that_the_engine_can_decode(engine: Engine, limit: int) -> None:
     """Compare with all strings of digits: none begins with 0, none exceeds the limit, and 1 has to continue."""
@@ -195,7 +195,7 @@ def test_budget_of_text_counts_leads_in_reading_order(engine: Engine) -> None:
     assert sizes == sorted(sizes) and sizes[-1] == len(whole.text)
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize("stop", ["1. O", "One: so", "text.\n", ":\n\n1", "\n3", "\n\nAnd"])
 def test_stop_strings_are_found_in_leads_and_across_them(engine: Engine, stop: str) -> None:
     asked = replace(written(engine, EXAMPLE[:3]), stop=[stop])

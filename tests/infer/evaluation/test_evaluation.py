@@ -119,6 +119,7 @@ def test_speed_compares_the_same_content(demo_engine: Engine, tmp_path: Path) ->
     assert all(run["parallel"] == 0 for run in turn["serial_runs"])
 
 
+@pytest.mark.further
 def test_the_serial_run_says_what_the_adaptive_answer_said(demo_engine: Engine) -> None:
     from infer.evaluation.speed import converse
 
@@ -138,6 +139,7 @@ def test_the_serial_run_says_what_the_adaptive_answer_said(demo_engine: Engine) 
     assert next(converse(engine, "serial", question, params, wrong)).token_ids == wrong[0]
 
 
+@pytest.mark.further
 def test_timeline_ends_at_the_critical_path(demo_engine: Engine) -> None:
     messages = [[{"role": "user", "content": question.turns[0]}] for question in synthetic_questions(12)]
     for result in demo_engine.generate(messages, SamplingParams(max_new_tokens=400)):

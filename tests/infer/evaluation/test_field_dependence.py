@@ -76,6 +76,7 @@ def test_answers_without_values_are_no_report(engine: Engine) -> None:
             field_reports(engine, LATER, prompts, limit)
 
 
+@pytest.mark.further
 def test_costs_of_the_model_itself(engine: Engine) -> None:
     """The first field has no cost: what precedes it is the same in both contexts."""
     reports = field_reports(engine, LATER, ["Hi"], 300)

@@ -160,6 +160,7 @@ def test_long_leads_are_fed_in_parts(engine: Engine) -> None:
     assert own.removeprefix(template.lead(template.holes[0]))[:20] == alone.text[:20]
 
 
+@pytest.mark.further
 def test_the_batch_changes_no_field(engine: Engine) -> None:
     """Check that templates, schemas and free answers decode together as alone."""
     asked = [

@@ -335,6 +335,7 @@ def test_errors_outside_of_steps_fail_one_request(engine: Engine, monkeypatch: p
         assert list(client.chat.completions.create(**ask(seed=5, stream=True, **short)))
 
 
+@pytest.mark.further
 def test_many_requests_leave_nothing_behind(server: Running) -> None:
     """Check complete answers, streams, clients that leave, and malformed requests, all mixed."""
     random = Random(0)
@@ -373,6 +374,7 @@ def test_many_requests_leave_nothing_behind(server: Running) -> None:
     assert counted and int(counted[0]) > 40
 
 
+@pytest.mark.further
 def test_it_finishes_what_is_under_way_when_told_to_stop() -> None:
     command = [*SERVE, "--batch", "1", "--max-length", "1024"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
