@@ -1,4 +1,4 @@
-"""JSON schemas as grammars take them: checked, without annotations, and with `oneOf`, `not` and `if` stated otherwise.
+"""JSON schemas as grammars take them: checked, without annotations, and with `oneOf` and dependencies stated otherwise.
 
 llguidance follows JSON Schema 2020-12, but lacks some keywords. Those that other keywords can state exactly are stated
 so (`aspd_jax.schema_logic`). Unknown formats and keywords whose value is null are annotations. Whatever remains is
@@ -324,17 +324,14 @@ class _Reader:
             Inexpressible: there is no exact one.
         """
         value, where = schema[key], pointer(place, key)
-        if key == "not":
-            return self._logic.negation(self.read(value, where), context)
         if key == "oneOf":
             return self._exactly_one(self._branches(value, where), context)
-        if key == "if":
-            return self._condition(schema, place, context)
         if key in ("dependencies", "dependentRequired", "dependentSchemas"):
             return self._dependencies(value, where)
         most = schema.get("maxItems")
         has_no_effect = {
-            "then": True, "else": True,  # stated by `if`
+            "not": value is False, "if": "then" not in schema and "else" not in schema,
+            "then": True, "else": True,  # nothing without `if`
             "uniqueItems": value is False or (isinstance(most, int) and most <= 1),
             "minContains": "contains" not in schema, "maxContains": "contains" not in schema,
         }.get(key, key != "contains" and value in (True, {}))  # fmt: skip
@@ -348,26 +345,12 @@ class _Reader:
         return [self.read(branch, pointer(place, number)) for number, branch in enumerate(branches)]
 
     def _exactly_one(self, read: list[Any], context: list[Any]) -> Any:
-        others: list[list[Any]] = [[] for _ in read]
         for number, branch in enumerate(read):
             if time.monotonic() > self._deadline:
                 raise RequestError(TOO_SLOW)
-            for later in range(number + 1, len(read)):
-                if not self._logic.exclude(branch, read[later], context):
-                    others[number].append(self._logic.negation(read[later], [*context, branch]))
-                    others[later].append(self._logic.negation(branch, [*context, read[later]]))
-        parts = [all_of([branch, *excluded]) for branch, excluded in zip(read, others, strict=True)]
-        return {"anyOf": parts}
-
-    def _condition(self, schema: Mapping[str, Any], place: str, context: list[Any]) -> Any:
-        then, other = (
-            self.read(schema[key], pointer(place, key)) if schema.get(key) is not None else True
-            for key in ("then", "else")
-        )
-        if then in (True, {}) and other in (True, {}):
-            return True
-        condition = self.read(schema["if"], pointer(place, "if"))
-        return any_of([all_of([condition, then]), all_of([self._logic.negation(condition, context), other])])
+            if not all(self._logic.exclude(branch, later, context) for later in read[number + 1 :]):
+                raise Inexpressible("that one of schemas with common values holds")
+        return {"anyOf": read}
 
     def _dependencies(self, value: Any, place: str) -> Any:
         if not isinstance(value, dict):
