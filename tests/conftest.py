@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 import resource
 import sys
 import time
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -48,6 +49,7 @@ import pytest
 from hypothesis import settings
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
+from xdist.scheduler import LoadScopeScheduling
 
 import aspd  # noqa: F401 (import first: it sets XLA's flags)
 import infer.decode.decode_step
@@ -140,16 +142,16 @@ settings.load_profile("few")
 # Engines of these sizes over `lm` share their compiled programs.
 SIZES: dict[str, int] = {"max_length": 512, "max_batch": 4, "max_branches": 8}
 
-# Fixtures of models, by the family of tests that share their programs.
+# Words of modules whose tests share programs, by the name of their family; the most frequent words count.
 FAMILIES = {
-    "bare": {"bare_lm", "authors_lm"},
-    "lm": {"lm"},
-    "demo": {"demo", "demo_engine", "answer"},
+    "bare": r"bare_lm: |authors_lm: |tests\.helpers\.answers import",
+    "lm": r"\(lm: |, lm: |\bSIZES\b",
+    "demo": r"demo_engine: |server: Running|load_model\(\"demo\"",
 }
 CASES = 3  # cases of a parametrised test that `make test` runs, without the marker `default_cases`
 END = float(os.environ.get("FURTHER_TESTS_END", "inf"))  # seconds since 1970, after which no further test begins
 TESTS = count(1)
-GROWTH = 1 << 30  # bytes of memory that compiled programs may take before they are dropped
+GROWTH = 5 << 28  # bytes of memory that compiled programs may take before they are dropped
 resident_after_drop = 0
 
 
@@ -188,21 +190,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if numbers[name] >= (marker.args[0] if marker else CASES):
                 item.add_marker("further")
             numbers[name] += 1
-    group_by_programs(items)
+    order = {name: number for number, name in enumerate(FAMILIES)}
+    items.sort(key=lambda item: order.get(family(item.nodeid), len(order)))
 
 
-def group_by_programs(items: list[pytest.Item]) -> None:
-    """Let modules whose tests share programs run in one process: those of a family, which start first."""
-    modules: dict[str, Counter[str]] = {}
-    for item in items:
-        families = modules.setdefault(item.nodeid.partition("::")[0], Counter())
-        fixtures = {*getattr(item, "fixturenames", ())}
-        families.update([family for family, names in FAMILIES.items() if names & fixtures][:1])
-    groups = {module: families.most_common(1)[0][0] if families else module for module, families in modules.items()}
-    order = {family: number for number, family in enumerate(FAMILIES)}
-    items.sort(key=lambda item: order.get(groups[item.nodeid.partition("::")[0]], len(order)))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups[item.nodeid.partition("::")[0]]))
+def family(nodeid: str) -> str:
+    """Return the family of a test's module, or the module itself."""
+    return _family(nodeid.partition("::")[0])
+
+
+@cache
+def _family(module: str) -> str:
+    text = (ROOT / module).read_text()
+    counts = {name: len(re.findall(words, text)) for name, words in FAMILIES.items()}
+    return max(counts, key=lambda name: counts[name]) if any(counts.values()) else module
+
+
+class FamilyScheduling(LoadScopeScheduling):
+    """Distribution of tests in which a family runs in one process, which compiles its programs once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return family(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FamilyScheduling | None:
+    """Replace `loadgroup`, whose groups pytest 9 does not show in the ids of tests."""
+    return FamilyScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -244,6 +258,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collection, which would scan them repeatedly."""
+    global resident_after_drop
+    resident_after_drop = resident()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
