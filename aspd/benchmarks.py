@@ -34,11 +34,6 @@ def add(commands: Any) -> None:
     decode.set_defaults(run=run_bench_decode)
     decode.add_argument("--model", metavar="MODEL", help="checkpoint; default: a random model of --shape")
     decode.add_argument("--adapter", metavar="DIR", help="folder of an adapter for --model")
-    decode.add_argument(
-        "--adapters", type=int, default=0, metavar="N",
-        help="also time steps of a model with N adapter slots of rank --adapter-rank",
-    )  # fmt: skip
-    decode.add_argument("--adapter-rank", type=int, default=16, help="rank of each slot of --adapters")
     shape_options(decode)
     layer_options(decode)
     decode.add_argument("--context", type=int, nargs="+", default=[128], help="tokens of the prompt")
@@ -86,8 +81,6 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     positive(options, "context", "batch", "repeats")
     if options.widths and (options.widths[0] != 1 or any(w < 1 or w & (w - 1) for w in options.widths)):
         raise RequestError(f"--widths: expected powers of two that start with 1, got {options.widths}")
-    if options.adapters and not options.model:
-        raise RequestError("--adapters: expected --model, got none")
     answers = answer_structures(options.answers)
     attention = options.decode_attention
     if options.model:
@@ -102,17 +95,6 @@ def run_bench_decode(options: argparse.Namespace) -> None:
             f"same likeliest token at {error.same_likeliest:.1%} of 256 positions\n"
         )
         del exact
-    with_slots = []
-    if options.adapters:
-        with_slots.append(
-            load_model(
-                options.model,
-                options.dtype,
-                lora_rank=options.adapter_rank,
-                adapters=options.adapters,
-                decode_attention=attention,
-            )
-        )
     name, machine, copied = options.model or options.shape, where(), copy_bandwidth(options.repeats)
     runs: list[dict[str, Any]] = []
 
@@ -127,15 +109,10 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     for context in options.context:
         title = f"{name}, {options.dtype}, {attention}, context {context}; {machine}; copy {copied / 1e9:.1f} GB/s"
         print(f"{title}\n")
-        timed = measure_steps([lm, *with_slots], options.widths, context, options.repeats) if options.widths else [[]]
-        times = timed[0]
+        times = measure_steps(lm, options.widths, context, options.repeats)
         if times:
             print(f"Steps, batch 1, {options.repeats} runs of 16:\n\n{step_table(times, copied)}\n", flush=True)
-            for slot_times in timed[1:]:
-                print(f"Steps with {options.adapters} adapter slots of rank {options.adapter_rank}:\n")
-                print(f"{step_table(slot_times, copied, times)}\n", flush=True)
         runs.append({"context": context, "steps": [vars(time) for time in times], "answers": []})
-        runs[-1] |= {"with_adapters": [vars(p) for p in timed[1]]} if with_slots else {}
         note()
         pairs = []
         kinds = list(product(options.batch, answers))

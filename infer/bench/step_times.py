@@ -108,13 +108,13 @@ def random_prompt(lm: LanguageModel, tokens: int, seed: int = 0) -> tuple[int, .
 
 
 def measure_steps(
-    lms: Sequence[LanguageModel], widths: Sequence[int], context: int, repeats: int = 7, steps: int = 16
-) -> list[list[StepTime]]:
-    """Time `repeats` runs of `steps` steps for every model and width at batch size 1, alternating models and widths.
+    lm: LanguageModel, widths: Sequence[int], context: int, repeats: int = 7, steps: int = 16
+) -> list[StepTime]:
+    """Time `repeats` runs of `steps` steps for every width at batch size 1, alternating widths.
 
     Args:
-        lms: models.
-        widths: tokens per step.
+        lm: model.
+        widths: tokens per step; empty: nothing is timed.
         context: tokens in the cache.
         repeats: timed runs.
         steps: steps per run.
@@ -122,63 +122,39 @@ def measure_steps(
     Raises:
         RequestError: a random branch ended by itself, so that the width changed during a run.
     """
-    timed = [_StepTimer(lm, widths, context, steps) for lm in lms]
+    limit = max(2, *widths) if widths else 2
+    special = lm.special_tokens or NO_TOKENS
+    config = EngineConfig(
+        model=lm.model, special=special, form=NAMES, end=(), forbidden=(), max_branches=limit, max_title_tokens=1,
+        mesh=lm.mesh,
+    )  # fmt: skip
+    capacity = capacity_for(context + (steps + 1) * limit)
+    limits = StopConditions(np.int32(steps), np.int32(-1), np.int32(limit), np.bool_(False))
+    state = new_state(lm, config, 1, capacity)
+    times: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(repeats + 1):  # the first runs compile
         for width in widths:
-            for model in timed:
-                model.run(width)
-    return [model.results(repeats) for model in timed]
-
-
-class _StepTimer:
-    """Steps of one model and their times."""
-
-    def __init__(self, lm: LanguageModel, widths: Sequence[int], context: int, steps: int) -> None:
-        limit = max(2, *widths)
-        self._lm, self._context, self._steps = lm, context, steps
-        self._config = EngineConfig(
-            model=lm.model,
-            special=lm.special_tokens or NO_TOKENS,
-            form=NAMES,
-            end=(),
-            forbidden=(),
-            max_branches=limit,
-            max_title_tokens=1,
-            mesh=lm.mesh,
+            state = jax.block_until_ready(fill_for_timing(state, config, width, context))
+            start = time.perf_counter()
+            state, summary = run(lm.params, state, limits, config, Bucket(1, width, width, capacity), False)
+            after = summary.read()
+            times[width].append((time.perf_counter() - start) / steps)
+            if after.tokens.max() != width or after.steps_left:
+                raise RequestError(
+                    f"steps: expected random branches to go on, got one that ended at width {width}. Use fewer."
+                )
+    read = weight_bytes(lm) + sum(layer.key.nbytes + layer.value.nbytes for layer in state.cache.layers)
+    return [
+        StepTime(
+            width=width,
+            median=1000 * median(runs[1:]),
+            fastest=1000 * min(runs[1:]),
+            slowest=1000 * max(runs[1:]),
+            products=product_time(lm, width, repeats, steps),
+            bandwidth=read / median(runs[1:]),
         )
-        capacity = capacity_for(context + (steps + 1) * limit)
-        self._limits = StopConditions(np.int32(steps), np.int32(-1), np.int32(limit), np.bool_(False))
-        self._state = new_state(lm, self._config, 1, capacity)
-        self._buckets = {width: Bucket(1, width, width, capacity) for width in widths}
-        self._times: dict[int, list[float]] = {width: [] for width in widths}
-
-    def run(self, width: int) -> None:
-        """Time one run."""
-        state = jax.block_until_ready(fill_for_timing(self._state, self._config, width, self._context))
-        start = time.perf_counter()
-        bucket = self._buckets[width]
-        self._state, summary = run(self._lm.params, state, self._limits, self._config, bucket, False)
-        after = summary.read()
-        self._times[width].append((time.perf_counter() - start) / self._steps)
-        if after.tokens.max() != width or after.steps_left:
-            raise RequestError(
-                f"steps: expected random branches to go on, got one that ended at width {width}. Use fewer."
-            )
-
-    def results(self, repeats: int) -> list[StepTime]:
-        """Return the times of all runs but the first of each width."""
-        read = sum(layer.key.nbytes + layer.value.nbytes for layer in self._state.cache.layers)
-        return [
-            StepTime(
-                width=width,
-                median=1000 * median(times[1:]),
-                fastest=1000 * min(times[1:]),
-                slowest=1000 * max(times[1:]),
-                products=product_time(self._lm, width, repeats, self._steps),
-                bandwidth=(weight_bytes(self._lm) + read) / median(times[1:]),
-            )
-            for width, times in self._times.items()
-        ]
+        for width, runs in times.items()
+    ]
 
 
 def product_time(lm: LanguageModel, width: int, repeats: int, steps: int = 16) -> float:
@@ -212,22 +188,20 @@ def product_time(lm: LanguageModel, width: int, repeats: int, steps: int = 16) -
     return 1000 * median(times[1:])
 
 
-def step_table(results: Sequence[StepTime], copied: float, baseline: Sequence[StepTime] = ()) -> str:
-    """Return a Markdown table of times relative to width 1, or to the same width of a baseline.
+def step_table(results: Sequence[StepTime], copied: float) -> str:
+    """Return a Markdown table of times relative to width 1.
 
     Args:
         results: times by width.
         copied: copy bandwidth in bytes per second.
-        baseline: times of another model at the same widths; empty: none.
     """
-    base = [b.median for b in baseline] or [results[0].median] * len(results)
     lines = [
-        f"| width | ms per step (median) | fastest - slowest | relative to {'it' if baseline else 'width 1'} "
+        "| width | ms per step (median) | fastest - slowest | relative to width 1 "
         "| its products alone, ms | step by products | GB/s | share of copy bandwidth |\n" + "|---" * 8 + "|",
     ]
-    for r, reference in zip(results, base, strict=True):
+    for r in results:
         lines.append(
-            f"| {r.width} | {r.median:.2f} | {r.fastest:.2f} - {r.slowest:.2f} | {r.median / reference:.2f} "
+            f"| {r.width} | {r.median:.2f} | {r.fastest:.2f} - {r.slowest:.2f} | {r.median / results[0].median:.2f} "
             f"| {r.products:.2f} | {r.median / r.products:.2f} "
             f"| {r.bandwidth / 1e9:.1f} | {100 * r.bandwidth / copied:.0f} % |"
         )

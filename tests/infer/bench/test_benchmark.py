@@ -34,18 +34,16 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
 
 def test_it_times_the_widths_it_says(tiny: LanguageModel) -> None:
     """Check the figures; `measure_steps` itself raises when a width changed during a run."""
-    (results,) = measure_steps([tiny], [1, 4], context=16, repeats=3, steps=4)
+    results = measure_steps(tiny, [1, 4], context=16, repeats=3, steps=4)
     assert [result.width for result in results] == [1, 4]
     for result in results:
         assert 0 < result.fastest <= result.median <= result.slowest
     weights = 4 * (64 * (8 + 2 + 2 + 8) * 64 + 3 * 64 * 64 + 3 * 64 + 64 * 2048)
     cache = 4 * 2 * 128 * 2 * 64
     assert results[0].bandwidth * results[0].median / 1000 == pytest.approx(weights + cache, rel=1e-6)
-    ((part,),) = measure_steps([tiny], [1], context=300, repeats=1, steps=4)
+    (part,) = measure_steps(tiny, [1], context=300, repeats=1, steps=4)
     assert part.bandwidth * part.median / 1000 == pytest.approx(weights + 4 * cache, rel=1e-6)
-    first, second = measure_steps([tiny, tiny], [1, 4], context=16, repeats=2, steps=4)
-    text = step_table(second, 1e9, first)
-    assert f"| {second[1].median / first[1].median:.2f} |" in text and "relative to it" in text
+    assert measure_steps(tiny, [], context=16) == []
     text = step_table(results, copy_bandwidth(2))
     assert "| 1 | " in text and "| 1.00 |" in text and "| 4 | " in text
 
