@@ -57,6 +57,9 @@ class StepStats(NamedTuple):
 class Scheduler:
     """Scheduler of requests in a batch with a fixed number of rows.
 
+    One thread at a time runs a method. Others may call `submit` meanwhile: requests are queued and taken out of the
+    queue one by one, each in one operation.
+
     Args:
         lm: the model.
         config: configuration of the engine.

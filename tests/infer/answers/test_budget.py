@@ -111,6 +111,7 @@ def test_it_is_spent_alike_whatever_waits(bare_lm: LanguageModel, own: Engine) -
         assert [result.finish_reason for result in held] == [result.finish_reason for result in together]
 
 
+@pytest.mark.further
 def test_a_branch_that_was_cut_is_told(own: Engine) -> None:
     """Check a branch that `max_branch_tokens` cuts; the answer goes on and ends by itself."""
     engine = own

@@ -92,7 +92,7 @@ def compare(own: Engine, params: list[SamplingParams]) -> Counter[str]:
     return seen
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind != "drafts" else pytest.mark.slow) for kind in KINDS]
 )

@@ -216,7 +216,7 @@ def test_repeated_objects(calls: list[tuple[str, dict[str, Any]]], random: Rando
 
 def test_an_answer_ends_after_a_repeated_object(lm: LanguageModel) -> None:
     """Check the end beside a grammar that would permit more, and beside none."""
-    engine = Engine(lm, max_length=256, max_batch=2)
+    engine = Engine(lm, **SIZES)
     text = 'f={"a": 1} f={"a": 2} f={"a": 1} f={"a": 3}'
     pieces = re.split(r"(?<=\})", text)
     tokens = [*(token for piece in pieces for token in lm.codec.text.encode(piece)), *lm.end_ids[:1]]

@@ -206,7 +206,7 @@ def test_stop_strings_are_found_in_leads_and_across_them(engine: Engine, stop: s
         assert result is not None and result.text == whole[: whole.index(stop)] and result.finish_reason == "stop"
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_repeated_lead_ends_the_list(engine: Engine, goes_on: bool) -> None:
     """The number said more; the hidden lead is no part of the answer, and changes nothing behind it.

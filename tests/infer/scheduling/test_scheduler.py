@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from math import ceil
+from threading import Thread
 from typing import Any
 
 import jax
@@ -616,10 +617,28 @@ def test_interrupted_calls_leave_no_requests(engine: Engine, monkeypatch: pytest
     assert nothing_left()
 
 
+@pytest.mark.further
+def test_requests_of_other_threads_join_while_steps_run(engine: Engine) -> None:
+    """Check that no request is lost, and that the engine does not fail, while four threads submit."""
+    handles: list[Handle] = []
+
+    def submit(number: int) -> None:
+        for k in range(50):
+            params = SamplingParams(max_new_tokens=1 + k % 3)
+            handles.append(engine.submit([1, 2, 3 + number], params, "serial"))
+
+    threads = [Thread(target=submit, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) or any(handle.result is None for handle in handles):
+        engine.step(2)
+    assert len(handles) == 200 and all(handle.result is not None for handle in handles)
+
+
 def test_a_failure_takes_nobody_with_it_who_waits(bare_lm: LanguageModel, monkeypatch: Any) -> None:
-    own = Engine(bare_lm, max_length=128, max_batch=1, separator_ids=SEPARATOR)
+    own, _ = engines(bare_lm, 2)
     expected = own.generate([[1, *linearise(own.config.special, EXAMPLE, end=None)]])[0]
-    running, waiting = own.submit([5]), own.submit(expected.prompt_token_ids)
+    running, *_, waiting = own.submit([5]), own.submit([6]), own.submit(expected.prompt_token_ids)
     with monkeypatch.context() as patch:
         patch.setattr(infer.scheduling.runner, "run", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
         with pytest.raises(MemoryError):
