@@ -43,7 +43,7 @@ def test_stepwise_logits_equal_the_full_pass(wide: Engine, parts: list, prompt: 
     assert trace.steps == critical_path(special, parts) - 1
 
 
-@pytest.mark.default_cases(2)
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("scheme", ["sequential", "max"])
 def test_stepwise_logits_for_every_position_scheme(bare_lm: LanguageModel, scheme: Any) -> None:
     config = replace(bare_lm.config, positions=scheme)
@@ -135,7 +135,7 @@ def branch_rows(special: SpecialTokens, answer: list[int], order: list[int]) -> 
     return [rows[order.index(number)] for number in range(len(order))]
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize("scheme", ["sequential", "max"])
 def test_permuting_branches_permutes_their_logits(bare_lm: LanguageModel, scheme: Any) -> None:
     config = replace(bare_lm.config, positions=scheme)

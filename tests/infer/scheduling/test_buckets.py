@@ -141,6 +141,7 @@ def test_at_least_one_step_runs(drawn: Step) -> None:
     assert max(row.length + (1 if row.phase == PROMPT else row.tokens) for row in due) <= bucket.slots
 
 
+@pytest.mark.further
 @given(steps())
 @example(ALL_FORK).via("more than the largest program holds")
 @example(A_PROMPT_BESIDE_FORKS).via("prompts come after answers")
@@ -174,6 +175,7 @@ def test_what_is_due_is_fed(drawn: Step) -> None:
         assert row.phase == PROMPT or size in (0, row.tokens), "in a program that is too small, too"
 
 
+@pytest.mark.further
 @given(steps())
 @example(A_PROMPT_BESIDE_FORKS).via("the prompt is fed alone")
 def test_a_long_prompt_goes_first_without_streams(drawn: Step) -> None:
