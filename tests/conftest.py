@@ -144,9 +144,9 @@ SIZES: dict[str, int] = {"max_length": 512, "max_batch": 4, "max_branches": 8}
 
 # Words of modules whose tests share programs, by the name of their family; the most frequent words count.
 FAMILIES = {
-    "bare": r"bare_lm: |authors_lm: |tests\.helpers\.answers import",
-    "lm": r"\(lm: |, lm: |\bSIZES\b",
     "demo": r"demo_engine: |server: Running|load_model\(\"demo\"",
+    "lm": r"\(lm: |, lm: |\bSIZES\b",
+    "bare": r"bare_lm: |authors_lm: |tests\.helpers\.answers import",
 }
 CASES = 3  # cases of a parametrised test that `make test` runs, without the marker `default_cases`
 END = float(os.environ.get("FURTHER_TESTS_END", "inf"))  # seconds since 1970, after which no further test begins
@@ -271,6 +271,13 @@ def with_one_program(engine: Engine) -> Engine:
     assert buckets.rows == 1
     vars(buckets)["buckets"] = [Bucket(1, 64, 64, buckets.capacity, 0)]
     vars(buckets)["prefill_chunk"] = lambda tokens: 64
+    return engine
+
+
+def with_whole_rows(engine: Engine) -> Engine:
+    """Return an engine whose programs read whole rows of the cache: half as many are compiled."""
+    buckets = engine.buckets
+    vars(buckets)["buckets"] = [bucket for bucket in buckets.buckets if bucket.slots == buckets.capacity]
     return engine
 
 

@@ -258,7 +258,7 @@ def test_an_answer_is_learned_with_the_end_of_its_turn(demo: LanguageModel, turn
     examples, skipped = encode_conversation(lm, record, structured=True, fed_loss=False)
     assert not skipped
     learned = []
-    for tokens, loss, _ in examples:
+    for tokens, loss in examples:
         edges = np.flatnonzero(np.diff(np.concatenate([[0], loss.astype(int), [0]]))).reshape(-1, 2)
         learned += [(tokens[:first].tolist(), tokens[first:last].tolist()) for first, last in edges]
     assert len(learned) == 2

@@ -8,13 +8,14 @@ import pytest
 
 from aspd_jax import load_model
 from infer import Engine
+from tests.conftest import with_whole_rows
 from tests.helpers.serving import Running, serving
 
 
 @pytest.fixture(scope="module")
 def demo_engine() -> Engine:
     """An engine of the embedded model."""
-    return Engine(load_model("demo"), max_length=1024, max_batch=2)
+    return with_whole_rows(Engine(load_model("demo"), max_length=1024, max_batch=2))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from scipy import stats
 
 import aspd
 from aspd.evaluation import synthetic_questions
-from aspd_jax import LanguageModel, load_model
+from aspd_jax import load_model
 from aspd_jax.errors import RequestError
 from aspd_jax.structure import Branch, Parallel, Serial
 from infer import Engine, SamplingParams
@@ -30,16 +30,6 @@ from tests.conftest import tiny_config, write_checkpoint
 
 ADAPTIVE = System("demo", "demo", "adaptive")
 DECODING = DecodingSection(max_length=1024, max_new_tokens=400, batch=4)
-
-
-@pytest.fixture(scope="module")
-def demo() -> LanguageModel:
-    return load_model("demo")
-
-
-@pytest.fixture(scope="module")
-def demo_engine(demo: LanguageModel) -> Engine:
-    return Engine(demo, max_length=1024, max_batch=1)  # one row, so that tests share programs
 
 
 def two_turns() -> list[Question]:
