@@ -8,11 +8,10 @@ if TYPE_CHECKING:
     from infer.answers.answer import Result, Statistics
     from infer.answers.events import Event
     from infer.engine import Engine
-    from infer.replay import Trace
     from infer.request import SamplingParams
     from infer.scheduling.scheduler import Handle
 
-__all__ = ["Engine", "Event", "Handle", "Result", "SamplingParams", "Statistics", "Trace"]
+__all__ = ["Engine", "Event", "Handle", "Result", "SamplingParams", "Statistics"]
 
 __getattr__ = lazy_names(
     __name__,
@@ -21,7 +20,6 @@ __getattr__ = lazy_names(
         "answers.events": ("Event",),
         "engine": ("Engine",),
         "request": ("SamplingParams",),
-        "replay": ("Trace",),
         "scheduling.scheduler": ("Handle",),
     },
 )

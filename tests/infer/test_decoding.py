@@ -19,7 +19,6 @@ from aspd_jax.model.config import FAMILIES, RopeConfig
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.sharding import make_mesh
 from infer import Engine, SamplingParams
-from infer.replay import replay
 from infer.scheduling.buckets import Buckets
 from tests.conftest import GOLDEN, ROOT, write_checkpoint
 from tests.helpers.answers import SEPARATOR, full_pass
@@ -34,6 +33,7 @@ from tests.helpers.make_decoding import (
     question,
     script,
 )
+from tests.helpers.replay import replay
 
 VECTORS: dict[str, Any] = json.loads((GOLDEN / "decoding.json").read_text())
 NAMES = {

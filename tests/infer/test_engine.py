@@ -19,7 +19,6 @@ from infer import Engine, SamplingParams
 from infer.decode.decode_step import summarise
 from infer.decode.inputs import widest
 from infer.decode.state import PROMPT, RUNNING, DecodeState
-from infer.replay import replay
 from infer.request import Request
 from infer.scheduling.buckets import Buckets
 from tests.conftest import (
@@ -34,6 +33,7 @@ from tests.conftest import (
     write_checkpoint,
 )
 from tests.helpers.answers import EXAMPLE, SEPARATOR, linearise, same
+from tests.helpers.replay import replay
 
 
 def mixed_requests() -> tuple[list[list[int]], list[SamplingParams], list[Any]]:

@@ -16,10 +16,10 @@ from aspd_jax import LanguageModel, SpecialTokens
 from aspd_jax.errors import RequestError
 from aspd_jax.model.transformer import Transformer
 from infer import Engine
-from infer.replay import replay
 from tests.conftest import GOLDEN, shared
 from tests.helpers.answers import EXAMPLE, SEPARATOR, TEXT, critical_path, full_pass, linearise
 from tests.helpers.authors_model import authors_tensors, load_authors_model
+from tests.helpers.replay import replay
 
 text = st.lists(st.sampled_from(TEXT), max_size=5)
 title = st.lists(st.sampled_from(TEXT), min_size=1, max_size=3)

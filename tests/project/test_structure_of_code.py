@@ -93,7 +93,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduling": {"answers", "control", "decode", "request"},
     "engine": {"answers", "control", "decode", "request", "scheduling"},
     "lockstep": CORE,
-    "replay": CORE,
     "bench": CORE,
     "offline": CORE | {"bench"},
     "server": CORE | {"lockstep"},

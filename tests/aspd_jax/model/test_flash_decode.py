@@ -21,8 +21,8 @@ from aspd_jax.model.cache import layer_sharding
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.sharding import make_mesh
 from infer import Engine
-from infer.replay import replay
 from tests.helpers.answers import EXAMPLE, SEPARATOR, linearise
+from tests.helpers.replay import replay
 
 SPECIAL = SpecialTokens(57, 58, 59, 60, 61, 62)
 SLOTS, CAPACITY, QUERIES = 300, 340, 21  # no multiples of a tile

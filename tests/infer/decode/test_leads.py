@@ -16,10 +16,10 @@ from aspd_jax.structure import Branch, Item, Parallel, Serial, plain_text
 from aspd_jax.tokens import BlockIds, SerialIds, split
 from infer import Engine, SamplingParams
 from infer.control.tags import number_tokens
-from infer.replay import replay
 from infer.scheduling.admission import classes_of
 from notebooks.figures import timeline
 from tests.helpers.answers import full_pass
+from tests.helpers.replay import replay
 
 LEADS = ("\n\n1. One:", "\n\n2. Two, of two:", "\n3. Three")
 EXAMPLE: tuple[Item, ...] = (

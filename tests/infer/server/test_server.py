@@ -25,10 +25,10 @@ import infer.server.app
 from aspd_jax.progress import programs_compiled
 from infer import Engine, SamplingParams
 from infer.answers.logprobs import token_logprobs
-from infer.replay import replay
 from infer.scheduling.runner import Runner
 from tests.conftest import ROOT
 from tests.helpers.browser import chromium
+from tests.helpers.replay import replay
 from tests.helpers.serving import QUESTIONS, SERVE, Running, ask, serving, wait_for
 
 SAID = {"mode": "serial", "content": "x", "statistics": True}
