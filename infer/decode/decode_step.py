@@ -14,12 +14,11 @@ from jaxtyping import Bool, Int32
 
 from aspd_jax.layout import Array
 from aspd_jax.model.cache import Bucket
-from infer.decode.derived import Derived, derive
-from infer.decode.grammar import LaneTokens, legal_tokens, read_tokens
+from infer.decode.derived import derive
+from infer.decode.grammar import sample_lanes
 from infer.decode.inputs import Inputs, Lanes, StepPlan, Widths, max_lanes, next_inputs, plan_step, widths
 from infer.decode.packed import Packed
-from infer.decode.sampling import sample, scripted
-from infer.decode.speculation import continues, drafts_from_heads, drafts_from_text, hide_rejected
+from infer.decode.speculation import speculate
 from infer.decode.state import (
     FORK,
     MERGE,
@@ -35,7 +34,7 @@ from infer.decode.state import (
     shard_state,
     waiting,
 )
-from infer.decode.transition import advance, hold_masked, hold_silent
+from infer.decode.transition import take_tokens
 
 LOG_STEPS = 16  # minimum steps of a run whose tokens fit its log
 MIN_LOG = 1024  # minimum tokens of a log
@@ -76,20 +75,11 @@ def step(
     hidden, cache = forward(params, state, config, inputs, bucket)
     logits = logits_of(params, config, inputs, hidden)
     state = state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
-    state = hold_silent(state, derived, inputs.fed)
-    if not drafting:
-        tokens = sample_lanes(logits, state, derived, config, inputs.lanes)
-        state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.token, bool))
-        state = hold_masked(state, inputs.lanes)
-        return state, plan_step(state, config, bucket), taken_tokens(state, inputs.lanes, tokens.token[None])
-    state, derived, taken = _verify(state, derived, config, inputs, logits)
-    count = jnp.sum(taken >= 0, axis=0)
-    state = hold_masked(hide_rejected(state, inputs, count), inputs.lanes)
-    if config.drafts == "heads":
-        draft = drafts_from_heads(params, state, config, inputs, hidden, count)
+    if drafting:
+        state, taken = speculate(params, state, derived, config, inputs, hidden, logits, bucket.slots)
     else:
-        draft = drafts_from_text(state, derived, config, bucket.slots)
-    state = state._replace(sequence=state.sequence._replace(draft=draft))
+        tokens = sample_lanes(logits, state, derived, config, inputs.lanes)
+        state, taken = take_tokens(state, derived, config, inputs, tokens), tokens.token[None]
     return state, plan_step(state, config, bucket), taken_tokens(state, inputs.lanes, taken)
 
 
@@ -97,56 +87,6 @@ def taken_tokens(state: DecodeState, lanes: Lanes, tokens: jax.Array) -> jax.Arr
     """Return row (B: none), segment and token of each of the tokens of lanes, [R, L]; -1: none; int32 [R L, 3]."""
     row = jnp.where(tokens >= 0, lanes.row, state.sequence.cursor.phase.size)
     return jnp.stack(jnp.broadcast_arrays(row, lanes.branch, tokens), axis=-1).reshape(-1, 3)
-
-
-def sample_lanes(
-    logits: jax.Array, state: DecodeState, derived: Derived, config: EngineConfig, lanes: Lanes
-) -> LaneTokens:
-    """Return the next token of every lane under the grammar."""
-    logits = jnp.where(legal_tokens(state, derived, config, lanes), logits, -jnp.inf)
-    return read_tokens(state, config, lanes, scripted(sample(logits, state, config, lanes), state, lanes))
-
-
-def _verify(
-    state: DecodeState, derived: Derived, config: EngineConfig, inputs: Inputs, logits: jax.Array
-) -> tuple[DecodeState, Derived, jax.Array]:
-    """Sample each lane until a token differs from its draft token, or no draft token is left.
-
-    The loop runs at least once, also without lanes: what it returns is derived from the state that it returns.
-
-    Returns:
-        The state, the quantities derived from it, and the tokens of each lane, int32 [1 + D, L]; -1: none.
-    """
-    assert inputs.drafts is not None
-    lanes, size = inputs.lanes, inputs.lanes.row.size
-    first, further = logits[:size, None], logits[size:].reshape(size, config.draft_tokens, -1)
-    all_logits = jnp.concatenate([first, further], axis=1)
-    drafts = jnp.pad(inputs.drafts.tokens, ((0, 0), (0, 1)), constant_values=-1)
-    began = lanes.row < state.sequence.cursor.phase.size
-
-    def more(carry: tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        return jnp.any(carry[3]) | (carry[2] == 0)
-
-    def body(
-        carry: tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array],
-    ) -> tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array]:
-        sequence, derived, nth, active, taken = carry
-        mask = jax.lax.dynamic_slice_in_dim(state.token_mask, nth, 1, axis=2)
-        now = state._replace(sequence=sequence, token_mask=mask)
-        nth_logits = jnp.take(all_logits, nth, axis=1)
-        moved = lanes._replace(layout=lanes.layout._replace(position=lanes.layout.position + nth))
-        tokens = sample_lanes(nth_logits, now, derived, config, moved)
-        now = advance(now, derived, config, lanes, tokens, active)
-        derived = derive(now.sequence, config)
-        taken = taken.at[nth].set(jnp.where(active, tokens.token, -1))
-        active &= (tokens.token == drafts[:, nth]) & continues(now, derived, lanes)
-        return now.sequence, derived, nth + 1, active, taken
-
-    start = state.sequence, derived, jnp.int32(0), began, jnp.full((1 + config.draft_tokens, size), -1, jnp.int32)
-    sequence, derived, _, _, taken = jax.lax.while_loop(more, body, start)
-    counters = sequence.counters
-    counters = counters._replace(segments=counters.segments.at[lanes.row].add(began, mode="drop"))
-    return state._replace(sequence=sequence._replace(counters=counters)), derived, taken
 
 
 def count_step(s: SequenceState, fed: jax.Array) -> SequenceState:

@@ -1,4 +1,4 @@
-"""Which tokens may come next: only well-formed structure within the budget (protocol, section 5).
+"""Next tokens: only well-formed structure within the budget is sampled (protocol, section 5).
 
 B sequences, L lanes, V vocabulary.
 
@@ -17,6 +17,7 @@ from jaxtyping import Int32
 
 from infer.decode.derived import Derived
 from infer.decode.inputs import Lanes
+from infer.decode.sampling import sample
 from infer.decode.state import DecodeState, EngineConfig
 from infer.decode.token_classes import ANY_TEXT, BRANCH_END, END
 
@@ -64,6 +65,14 @@ def read_tokens(state: DecodeState, config: EngineConfig, lanes: Lanes, token: j
     closes = (lanes.branch > 0) & (kind == END) & ~by_host
     token, kind = jnp.where(closes, config.special.branch_end, token), jnp.where(closes, BRANCH_END, kind)
     return LaneTokens(token, jnp.where(by_host & (kind == BRANCH_END), END, kind))
+
+
+def sample_lanes(
+    logits: jax.Array, state: DecodeState, derived: Derived, config: EngineConfig, lanes: Lanes
+) -> LaneTokens:
+    """Return the next token of every lane under the grammar."""
+    logits = jnp.where(legal_tokens(state, derived, config, lanes), logits, -jnp.inf)
+    return read_tokens(state, config, lanes, sample(logits, state, config, lanes))
 
 
 def _branch_rule(state: DecodeState, derived: Derived, lanes: Lanes) -> jax.Array:

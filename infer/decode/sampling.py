@@ -209,7 +209,7 @@ def select(weight: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: Lanes) -> jax.Array:
-    """Return one token per lane, int32 [L]; lanes at temperature 0 take the likeliest.
+    """Return one token per lane, int32 [L], of its script if it has one; lanes at temperature 0 take the likeliest.
 
     Args:
         logits: float32 [L, V], -inf where the grammar forbids a token.
@@ -248,7 +248,8 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
         drawn = draw_token(warm, lane_keys(state, lanes))
         return jnp.where(request.temperature > 0, drawn, greedy)
 
-    return jax.lax.cond(jnp.any(request.temperature > 0), draw, lambda: greedy)
+    sampled = jax.lax.cond(jnp.any(request.temperature > 0), draw, lambda: greedy)
+    return scripted(sampled, state, lanes)
 
 
 def scripted(token: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:

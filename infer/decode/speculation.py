@@ -18,9 +18,87 @@ import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import Layout
-from infer.decode.derived import Derived
+from infer.decode.derived import Derived, derive
+from infer.decode.grammar import sample_lanes
 from infer.decode.inputs import Inputs, Lanes
-from infer.decode.state import PARALLEL, RUNNING, DecodeState, EngineConfig
+from infer.decode.state import PARALLEL, RUNNING, DecodeState, EngineConfig, SequenceState
+from infer.decode.transition import advance, hold
+
+
+def speculate(
+    params: Any,
+    state: DecodeState,
+    derived: Derived,
+    config: EngineConfig,
+    inputs: Inputs,
+    hidden: jax.Array,
+    logits: jax.Array,
+    used: int,
+) -> tuple[DecodeState, jax.Array]:
+    """Take the tokens sampled in a step with draft tokens, and make the next draft tokens.
+
+    Args:
+        params: parameters of the model.
+        state: state after the step has fed its tokens.
+        derived: derived from the state before the step.
+        config: configuration of the engine.
+        inputs: inputs of the step.
+        hidden, logits: input and output of the head for all lanes, then for all draft tokens.
+        used: C, slots of the cache that are in use.
+
+    Returns:
+        The state, and the tokens of each lane, int32 [1 + D, L]; -1: none.
+    """
+    state, after, taken = _verify(state, derived, config, inputs, logits)
+    count = jnp.sum(taken >= 0, axis=0)
+    state = hold(hide_rejected(state, inputs, count), derived, inputs)
+    if config.drafts == "heads":
+        draft = drafts_from_heads(params, state, config, inputs, hidden, count)
+    else:
+        draft = drafts_from_text(state, after, config, used)
+    return state._replace(sequence=state.sequence._replace(draft=draft)), taken
+
+
+def _verify(
+    state: DecodeState, derived: Derived, config: EngineConfig, inputs: Inputs, logits: jax.Array
+) -> tuple[DecodeState, Derived, jax.Array]:
+    """Sample each lane until a token differs from its draft token, or no draft token is left.
+
+    The loop runs at least once, also without lanes: what it returns is derived from the state that it returns.
+
+    Returns:
+        The state, the quantities derived from it, and the tokens of each lane, int32 [1 + D, L]; -1: none.
+    """
+    assert inputs.drafts is not None
+    lanes, size = inputs.lanes, inputs.lanes.row.size
+    first, further = logits[:size, None], logits[size:].reshape(size, config.draft_tokens, -1)
+    all_logits = jnp.concatenate([first, further], axis=1)
+    drafts = jnp.pad(inputs.drafts.tokens, ((0, 0), (0, 1)), constant_values=-1)
+    began = lanes.row < state.sequence.cursor.phase.size
+
+    def more(carry: tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        return jnp.any(carry[3]) | (carry[2] == 0)
+
+    def body(
+        carry: tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array],
+    ) -> tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array]:
+        sequence, derived, nth, active, taken = carry
+        mask = jax.lax.dynamic_slice_in_dim(state.token_mask, nth, 1, axis=2)
+        now = state._replace(sequence=sequence, token_mask=mask)
+        nth_logits = jnp.take(all_logits, nth, axis=1)
+        moved = lanes._replace(layout=lanes.layout._replace(position=lanes.layout.position + nth))
+        tokens = sample_lanes(nth_logits, now, derived, config, moved)
+        now = advance(now, derived, config, lanes, tokens, active)
+        derived = derive(now.sequence, config)
+        taken = taken.at[nth].set(jnp.where(active, tokens.token, -1))
+        active &= (tokens.token == drafts[:, nth]) & continues(now, derived, lanes)
+        return now.sequence, derived, nth + 1, active, taken
+
+    start = state.sequence, derived, jnp.int32(0), began, jnp.full((1 + config.draft_tokens, size), -1, jnp.int32)
+    sequence, derived, _, _, taken = jax.lax.while_loop(more, body, start)
+    counters = sequence.counters
+    counters = counters._replace(segments=counters.segments.at[lanes.row].add(began, mode="drop"))
+    return state._replace(sequence=sequence._replace(counters=counters)), derived, taken
 
 
 def drafts_from_text(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int32
 
 from infer.decode.derived import Derived
 from infer.decode.grammar import LaneTokens
-from infer.decode.inputs import Lanes
+from infer.decode.inputs import Inputs, Lanes
 from infer.decode.state import (
     A_TEXT,
     LENGTH,
@@ -77,6 +77,23 @@ def advance(
     return state._replace(sequence=sequence._replace(segments=segments))
 
 
+def take_tokens(
+    state: DecodeState, derived: Derived, config: EngineConfig, inputs: Inputs, tokens: LaneTokens
+) -> DecodeState:
+    """Take the tokens sampled in a step without draft tokens, and let sequences and segments wait for the host."""
+    state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.token, bool))
+    return hold(state, derived, inputs)
+
+
+def hold(state: DecodeState, derived: Derived, inputs: Inputs) -> DecodeState:
+    """Let sequences and segments wait for the host after a step.
+
+    Args:
+        derived: derived from the state before its tokens were taken.
+    """
+    return _hold_masked(_hold_silent(state, derived, inputs.fed), inputs.lanes)
+
+
 def _left_after(state: DecodeState, tokens: SegmentTokens) -> Int32[Array, "B M"]:
     """Return `Segments.left` after tokens, `tokens` [B, M] each."""
     segments, token = state.sequence.segments, tokens.token
@@ -87,15 +104,18 @@ def _left_after(state: DecodeState, tokens: SegmentTokens) -> Int32[Array, "B M"
     return jnp.where(tokens.active, jnp.where(stops, 0, fewer), segments.left)
 
 
-def hold_silent(state: DecodeState, derived: Derived, fed: jax.Array) -> DecodeState:
+def _hold_silent(state: DecodeState, derived: Derived, fed: jax.Array) -> DecodeState:
     """Let sequences without serial text wait for the host when they have fed their prompt or a merge.
+
+    Those that took a token have fed neither: their merge, if they begin one, is due in the next step.
 
     Args:
         fed: tokens that each sequence fed, int32 [B].
     """
     s, phase = state.sequence, state.sequence.cursor.phase
     is_prompt = (phase == PROMPT) & (state.cache.length >= s.cursor.known_length)
-    held = (s.cursor.rule == 0) & (fed > 0) & (is_prompt | (phase == MERGE))
+    silent = (s.cursor.rule == 0) & ~jnp.any(derived.samples, axis=1)
+    held = silent & (fed > 0) & (is_prompt | (phase == MERGE))
     position = jnp.where(phase == MERGE, derived.merge_position, s.cursor.position + 1)
     position = jnp.where(held, position, s.cursor.position)
     cursor = s.cursor._replace(phase=jnp.where(held, SERIAL, phase), position=position)
@@ -105,7 +125,7 @@ def hold_silent(state: DecodeState, derived: Derived, fed: jax.Array) -> DecodeS
     return state._replace(sequence=s._replace(cursor=cursor, segments=segments))
 
 
-def hold_masked(state: DecodeState, lanes: Lanes) -> DecodeState:
+def _hold_masked(state: DecodeState, lanes: Lanes) -> DecodeState:
     """Let segments with a token mask wait for the host, which makes the next one; `lanes` took tokens."""
     segments, at = state.sequence.segments, (lanes.row, lanes.branch)
     left = jnp.where(segments.masked.at[at].get(mode="clip"), 0, segments.left.at[at].get(mode="clip"))

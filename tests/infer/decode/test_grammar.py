@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import infer.decode.grammar
 from aspd_jax import LanguageModel
 from aspd_jax.errors import StructureError
 from infer import Engine, SamplingParams
@@ -120,7 +121,9 @@ def ids_as_letters(engine: Engine, ids: list[int]) -> str:
 def test_without_the_grammar_answers_are_malformed(engine: Engine) -> None:
     """Check that answers are malformed without the grammar (negative control of the fuzz test)."""
     malformed = 0
-    with patched(legal_tokens=lambda state, derived, config, lanes: np.ones((lanes.row.size, 24), bool)):
+    with patched(
+        infer.decode.grammar, legal_tokens=lambda state, derived, config, lanes: np.ones((lanes.row.size, 24), bool)
+    ):
         for seed in range(12):
             asked = SamplingParams(temperature=100.0, max_new_tokens=60, seed=seed)
             try:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import infer.decode.speculation
 from aspd_jax import LanguageModel, build_layout
 from aspd_jax.errors import RequestError, StructureError
 from infer import Engine, SamplingParams
@@ -98,7 +99,7 @@ def test_right_draft_tokens_save_steps_in_every_phase(bare_lm: LanguageModel, wr
     own = drafting_engine(bare_lm)
     script, expected = script_of(own, parts)
     special = own.config.special
-    with patched(drafts_from_text=knowing(wrong)):
+    with patched(infer.decode.speculation, drafts_from_text=knowing(wrong)):
         results = own.generate([[1, 2, 3]] * 3, SamplingParams(script=script))
     for result in results:
         assert result.token_ids == expected and result.finish_reason == "stop"
@@ -136,7 +137,7 @@ def test_answers_are_the_same_with_drafts(bare_lm: LanguageModel, engine: Engine
     """Check equality token by token, greedy and sampled, whatever the draft tokens."""
     expected = engine.generate(*mixed())
     assert sum(result.stats.blocks for result in expected) >= 3
-    with patched(drafts_from_text=source):
+    with patched(infer.decode.speculation, drafts_from_text=source):
         results = drafting_engine(bare_lm).generate(*mixed())
     assert the_same(results, expected)
     assert sum(result.stats.accepted_tokens for result in results) > 0
@@ -187,7 +188,7 @@ def test_heads_without_effect_propose_repetition(bare_lm: LanguageModel, draft_t
 def test_rejected_draft_tokens_that_stay_visible_change_answers(bare_lm: LanguageModel, engine: Engine) -> None:
     """Negative control."""
     expected, same_still = engine.generate(*mixed()), True
-    with patched(drafts_from_text=anything, hide_rejected=lambda state, *_: state):
+    with patched(infer.decode.speculation, drafts_from_text=anything, hide_rejected=lambda state, *_: state):
         try:
             same_still = the_same(drafting_engine(bare_lm).generate(*mixed()), expected)
         except StructureError:
@@ -220,7 +221,7 @@ def test_sampled_tokens_follow_the_distribution(bare_lm: LanguageModel) -> None:
 
     count = 3000
     params = [SamplingParams(temperature=1.0, max_new_tokens=4, seed=seed) for seed in range(count)]
-    with patched(drafts_from_text=source):
+    with patched(infer.decode.speculation, drafts_from_text=source):
         results = own.generate([prompt] * count, params, "serial")
     assert sum(result.stats.accepted_tokens for result in results) > 50
     seen = np.bincount([(*result.token_ids, 0, 0, 0, 0)[3] for result in results], minlength=words)

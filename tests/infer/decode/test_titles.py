@@ -11,7 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import infer.decode.grammar
 import infer.decode.guidance
+import infer.decode.sampling
+import infer.decode.speculation
 import infer.scheduling.admission
 from aspd_jax import LanguageModel
 from aspd_jax.errors import StructureError
@@ -57,7 +60,7 @@ def test_a_repeated_title_ends_the_list(again: list[int], draft_tokens: int, bar
     repeating = script(engine, serial_tokens(engine, titles, [7, 7, 0]))
     plain = script(engine, serial_tokens(engine, titles[:2], [special.parallel_start, 7, 7, 0]))
     for scripted, discarded in ((repeating, 1 + len(again)), (plain, 0)):
-        with patched(drafts_from_text=knowing()):
+        with patched(infer.decode.speculation, drafts_from_text=knowing()):
             result = engine.generate([[1, 2, 3]], SamplingParams(script=scripted))[0]
         assert result.token_ids == linearise(special, PARTS) and result.finish_reason == "stop"
         assert result.stats.discarded_tokens == discarded
@@ -163,7 +166,7 @@ def test_the_second_title_differs_from_the_first(lm: LanguageModel) -> None:
         score = score + 10 * (closes[:, None] & (jnp.arange(logits.shape[-1]) == special.title_end))
         return jnp.argmax(jnp.where(jnp.isfinite(logits), score, -jnp.inf), axis=-1).astype(jnp.int32)
 
-    with patched(sample=always):
+    with patched(infer.decode.grammar, sample=always):
         results = engine.generate(["Hi"] * 4, params)
     for result in results:
         blocks = [item for item in result.structure if hasattr(item, "branches")]
@@ -207,7 +210,8 @@ def test_a_complete_plan_is_the_end_of_the_list(lm: LanguageModel) -> None:
 
     def forking(logits: Any, *rest: Any) -> Any:
         wanted = jnp.zeros(logits.shape[-1]).at[special.title_start].set(5.0).at[special.parallel_start].set(4.0)
-        return jnp.argmax(jnp.where(jnp.isfinite(logits), wanted, -jnp.inf), axis=-1).astype(jnp.int32)
+        chosen = jnp.argmax(jnp.where(jnp.isfinite(logits), wanted, -jnp.inf), axis=-1).astype(jnp.int32)
+        return infer.decode.sampling.scripted(chosen, rest[0], rest[2])
 
     asked = []
     for prefix in ("{}/3 ", ""):
@@ -216,7 +220,7 @@ def test_a_complete_plan_is_the_end_of_the_list(lm: LanguageModel) -> None:
         if not prefix:
             serial += [special.title_start, *encode("d"), special.title_end, special.parallel_start]
         asked.append(SamplingParams(temperature=1e-3, max_new_tokens=150, script=[serial]))
-    with patched(sample=forking):
+    with patched(infer.decode.grammar, sample=forking):
         results = engine.generate(["Hi"] * 2, asked)
     for result, branches in zip(results, (3, 4), strict=True):
         block = next(item for item in result.structure if hasattr(item, "branches"))

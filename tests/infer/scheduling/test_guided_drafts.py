@@ -11,6 +11,7 @@ import pytest
 
 import infer.control.filling
 import infer.control.schemas
+import infer.decode.speculation
 from aspd_jax import LanguageModel
 from aspd_jax.template import Template
 from infer import Engine, Result, SamplingParams
@@ -117,7 +118,7 @@ def test_right_draft_tokens_save_steps(kind: Any, plain: Engine, monkeypatch: py
     params = SamplingParams(max_new_tokens=300, temperature=1.0, seed=4, **kind)
     expected, segments = recorded(plain, params, monkeypatch)
     own = looking_up(plain.lm, DRAFT)
-    with patched(drafts_from_text=knowing(segments)):
+    with patched(infer.decode.speculation, drafts_from_text=knowing(segments)):
         (result,) = own.generate([PROMPT], params)
     assert same([result], [expected]) and valid(result.text, kind["json_schema"])
     assert result.stats.accepted_tokens > 0.5 * result.stats.drafted_tokens > 0
@@ -129,7 +130,7 @@ def test_known_tokens_after_a_draft_token_are_not_sampled(plain: Engine, monkeyp
     params = SamplingParams(max_new_tokens=300, temperature=30.0, seed=4, json_schema=SCHEMA, fields="parallel")
     expected, segments = recorded(plain, params, monkeypatch)
     own = looking_up(plain.lm, 1)
-    with patched(drafts_from_text=knowing(segments)):
+    with patched(infer.decode.speculation, drafts_from_text=knowing(segments)):
         (result,) = own.generate([PROMPT], params)
     assert same([result], [expected]) and result.stats.accepted_tokens > 0
 
@@ -142,6 +143,6 @@ def test_drafts_that_the_host_does_not_check_change_answers(plain: Engine, monke
     longer = [[*segment, *segment] for segment in segments]
     monkeypatch.setattr(infer.control.filling.HoleState, "completes", lambda self, tokens: False)
     own = looking_up(plain.lm, DRAFT)
-    with patched(drafts_from_text=knowing(longer)):
+    with patched(infer.decode.speculation, drafts_from_text=knowing(longer)):
         (result,) = own.generate([PROMPT], params)
     assert len(result.token_ids) > len(expected.token_ids)
