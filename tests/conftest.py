@@ -323,10 +323,10 @@ def one_step(
 
 def decided(lm: LanguageModel, config: EngineConfig, state: DecodeState) -> DecodeState:
     """Return a state in which no sequence waits for a decision at a tag."""
-    tags, words = Tags(config, classes_of(lm, config)), state.token_mask.shape[3]
+    classes, words, batch = classes_of(lm, config), state.token_mask.shape[3], state.cache.tokens.shape[0]
+    tags = [Tags(config, classes) for _ in range(batch)]
     while rows := np.flatnonzero(waiting(state.sequence)).tolist():
-        decisions = {row: tags.follow(cached_answer(state, config, row)) for row in rows}
-        batch = state.cache.tokens.shape[0]
+        decisions = {row: tags[row].follow(cached_answer(state, config, row)) for row in rows}
         state, _ = guide(state, guidance_arrays(decisions, batch, words, config), config)
     return state
 

@@ -31,7 +31,7 @@ class Statistics:
         critical_path: steps that had to follow one another, plus one.
         blocks, branches: number of blocks and of branches.
         discarded_tokens: number of sampled tokens that are no part of the answer: titles that repeat another of their
-            block, and leads without end; they took steps, too.
+            block or are similar to it, and leads without end; they took steps, too.
         drafted_tokens, accepted_tokens: number of draft tokens, and of accepted ones.
         decisions: times that the sequence waited for a decision of the host.
         seconds: wall time since submission by phase: queued, prefill, serial, parallel (fork and merge included),
@@ -147,7 +147,7 @@ class RequestOutput:
         tokens_left, content_left: what is left of the budgets of all tokens and of plain text, outside of blocks.
         position: position of the next serial token to be fed, as `Cursor.position`.
         template: state of the filled template; None: none.
-        shortened: whether tokens that exceed the budgets in reading order are left out (`limited`).
+        shortened: whether tokens that exceed the budget of plain text are left out (`limited`).
     """
 
     finish: int = RUNNING
@@ -243,11 +243,10 @@ class RequestOutput:
         self.exhausted = frozenset((np.flatnonzero(budget.exhausted[row]) + 1).tolist())
 
     def limited(self, limit: int | None) -> RequestOutput:
-        """Return the answer without the tokens that exceed the budgets in reading order; `limit`: of plain text."""
-        last_branch = min(self.exhausted, default=0)
-        if not self.content or (not last_branch and (limit is None or limit > self.content)):
+        """Return the answer without the tokens that exceed a limit of plain text in reading order; None: no limit."""
+        if limit is None or not self.content or limit > self.content:
             return self
-        items = shortened(self.items, self.content + 1 if limit is None else limit, last_branch)
+        items = shortened(self.items, limit)
         if count_content(items) == self.content and len(items) == len(self.items):
             return self
         return replace(self, items=items, shortened=True)
@@ -330,18 +329,13 @@ def logged_tokens(log: TokenLog) -> Iterator[tuple[int, int, list[int]]]:
         yield row, segment, entries[start:end, 2].tolist()
 
 
-def shortened(items: Sequence[ItemIds], limit: int, last_branch: int = 0) -> list[ItemIds]:
+def shortened(items: Sequence[ItemIds], limit: int) -> list[ItemIds]:
     """Return the items up to a number of tokens of plain text in reading order; what follows them is left out.
 
     Later branches of the last block are kept with empty text and whole heads.
-
-    Args:
-        limit: tokens of plain text.
-        last_branch: number, from 1, of a branch of the last block whose text is the last; 0: none.
     """
     kept: list[ItemIds] = []
-    last = max((place for place, item in enumerate(items) if isinstance(item, BlockIds)), default=-1)
-    for place, item in enumerate(items):
+    for item in items:
         if limit <= 0:
             break
         if isinstance(item, SerialIds):
@@ -349,10 +343,10 @@ def shortened(items: Sequence[ItemIds], limit: int, last_branch: int = 0) -> lis
             limit -= item.size
             continue
         branches, texts = [], []
-        for number, (branch, text) in enumerate(zip(item.branches, item.texts, strict=True), 1):
+        for branch, text in zip(item.branches, item.texts, strict=True):
             texts.append(text.first(max(0, limit)))
             branches.append(branch[: len(branch) - len(text.ids) + len(texts[-1].ids)])
-            limit = 0 if place == last and number == last_branch else limit - text.size
+            limit -= text.size
         kept.append(item._replace(branches=tuple(branches), texts=tuple(texts)))
     return kept
 

@@ -1,7 +1,8 @@
 """Decisions of the host while a model opens a block with tags: number of leads, titles, and the fork (section 5).
 
 The device samples serial text until a tag, or until `SerialRule.left` tokens are sampled. `Tags.follow` reads the
-tokens since the first `<|title|>` of the block and says what may come next. Nothing else is remembered.
+tokens since the first `<|title|>` of the block and says what may come next. Nothing else is remembered but the first
+tokens of repetitions, which the lead under way may not have.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from aspd_jax.blocks.checks import similar
 from aspd_jax.errors import RequestError
-from aspd_jax.tokens import SpecialTokens
+from aspd_jax.tokens import SpecialTokens, TextCodec
 from infer.answers.answer import RequestOutput
 from infer.control.controller import Controller
 from infer.control.masks import only_token, token_bits
@@ -32,6 +34,7 @@ from infer.decode.token_classes import (
 )
 
 CLOSED = 1 << TITLE_END  # rule that permits `<|/title|>` only
+MAX_TRIES = 3  # first tokens of a lead that are barred, one after the other, because they began a repetition
 
 
 def text_rule(forks: bool) -> SerialRule:
@@ -70,10 +73,12 @@ class Tags(Controller):
     Args:
         config: configuration of the engine.
         classes: classes and properties of the tokens.
+        codec: codec of the tokenizer, by which leads are compared; None: only equal tokens are a repetition.
     """
 
-    def __init__(self, config: EngineConfig, classes: TokenClasses) -> None:
-        self._config, self._classes = config, classes
+    def __init__(self, config: EngineConfig, classes: TokenClasses, codec: TextCodec | None = None) -> None:
+        self._config, self._classes, self._codec = config, classes, codec
+        self._barred: list[int] = []  # first tokens of repetitions that were taken back
         self._special, self._leads = config.special, config.form.leads
         self._words = -(-classes.kind.size // 32)
         self._title = ANY_TEXT if self._leads else IN_LINE  # a name has no line break
@@ -135,6 +140,7 @@ class Tags(Controller):
         smallest = 3 * self._leads + 2 * 3 + self._close_cost((), 2)
         if output.tokens_left + 1 < smallest or output.content_left < 1:
             return RowGuidance(finish=LENGTH)
+        self._barred = []
         return self._count([]) if self._leads else self._next_title(block, output)
 
     def _count(self, digits: Sequence[int]) -> RowGuidance:
@@ -163,9 +169,11 @@ class Tags(Controller):
     def _closed(self, block: OpenBlock, output: RequestOutput) -> RowGuidance:
         """Return what follows the `<|/title|>` of a title."""
         *earlier, title = block.titles
+        if self._is_similar(title, earlier) and (again := self._again(title, replace(block, titles=earlier), output)):
+            return again
         if len(earlier) >= 2 and self._repeats(title, earlier):
             return self._discard(earlier, len(title), output)
-        count = len(block.titles)
+        count, self._barred = len(block.titles), []
         if self._leads:
             if count >= self._number(block.number):
                 return self._fork(block.titles, known=True)
@@ -184,7 +192,10 @@ class Tags(Controller):
         assert block.current
         before, count = block.current[:-1], len(block.titles)
         endless = self._leads and len(before) >= self._config.max_title_tokens
-        if count >= 2 and self._leads and (endless or self._repeats(before, block.titles)):
+        repeats = count >= 2 and self._leads and self._repeats(before, block.titles)
+        if repeats and (again := self._again(before, block, output)):
+            return again
+        if repeats or (endless and count >= 2):
             return self._discard(block.titles, len(before), output)
         if endless:
             return self._take_back([*block.titles, before][0], block, output)
@@ -238,6 +249,13 @@ class Tags(Controller):
         """Return whether a title equals one of others, leading markers aside."""
         return self._name(title) in [self._name(other) for other in titles]
 
+    def _is_similar(self, lead: Sequence[int], leads: Sequence[Sequence[int]]) -> bool:
+        """Return whether a lead is similar to one of others, or equal; names are not compared by their words."""
+        if not self._leads or self._codec is None:
+            return self._leads and self._repeats(lead, leads)
+        text, *texts = (self._codec.decode(self._name(title)) for title in (lead, *leads))
+        return self._repeats(lead, leads) or any(similar(text, other) for other in texts)
+
     def _distance(self, current: Sequence[int], titles: Sequence[Sequence[int]]) -> int:
         """Return the least number of further tokens with which a title can repeat one of others."""
         distance, has_name = NO_LIMIT, any(not self._classes.marker[token] for token in current)
@@ -249,6 +267,31 @@ class Tags(Controller):
             elif other[: len(name)] == name:
                 distance = min(distance, len(other) - len(name))
         return distance
+
+    def _again(self, lead: Sequence[int], block: OpenBlock, output: RequestOutput) -> RowGuidance | None:
+        """Take a repetition back to its markers, and bar its first token; None: it has no further try.
+
+        Args:
+            lead: tokens of the lead; another token or `<|/title|>` follows it.
+            block: the block with the complete leads before it.
+            output: the answer.
+        """
+        name = self._name(lead)
+        markers = list(lead[: len(lead) - len(name)])
+        if len(self._barred) == MAX_TRIES or output.tokens_left < self._token_cost(block, len(markers)):
+            return None
+        self._barred.append(name[0])
+        guidance = self._title_goes_on(replace(block, current=markers), [], output.tokens_left)
+        allowed = np.ones(self._classes.kind.size, bool)
+        allowed[[*self._barred, self._special.title_end]] = False
+        mask = token_bits(allowed, self._words)
+        return replace(
+            guidance,
+            masks={0: [np.bitwise_and.reduce([mask, *guidance.masks[0]])]},
+            known_tokens={0: markers[-1:] or [self._special.title_start]},  # fed again: what is sampled follows it
+            resume_at=output.position - 1 - len(name),
+            discarded=len(name) + 1,
+        )
 
     def _discard(self, titles: Sequence[list[int]], length: int, output: RequestOutput) -> RowGuidance:
         """End the list: `<|para|>` stands where the title of this length began, and hides it."""

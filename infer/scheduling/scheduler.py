@@ -283,7 +283,7 @@ class Scheduler:
         if request.lists:
             controller = Lists(request, self._lm.codec.text, self._token_classes, self._config)
         elif request.mode == "adaptive":
-            controller = Tags(self._config, self._token_classes)
+            controller = Tags(self._config, self._token_classes, self._codec.text if self._codec else None)
         if request.template is not None:
             controller = Filling(request, self._schemas, self._lm.codec.text, self._config)
         elif request.params.answer_grammar or request.params.branch_schema:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 import infer.answers.answer
 from aspd_jax import LanguageModel
 from infer import Engine, Result, SamplingParams
-from infer.answers.answer import content_places
+from infer.answers.answer import content_places, content_segments
 from tests.conftest import deferred_branches
 from tests.helpers.answers import SEPARATOR
 from tests.infer.decode.test_grammar import well_formed
@@ -58,21 +61,62 @@ def test_a_limit_of_text_keeps_the_first_tokens_in_reading_order(own: Engine) ->
     assert in_block > 8, "many ended inside a block"
 
 
-def test_a_limit_of_all_tokens_keeps_a_beginning_of_the_text(own: Engine) -> None:
+def test_a_limit_of_all_tokens_keeps_a_beginning_of_the_text_and_of_each_branch(own: Engine) -> None:
     limits = [int(n) for n in np.random.default_rng(1).integers(1, 110, WAVE)]
     free = answers(own, [None] * WAVE)
-    cut, some = 0, 0
+    cut, some, whole_siblings = 0, 0, 0
     params = [SamplingParams(temperature=100.0, max_new_tokens=limit, seed=seed) for seed, limit in enumerate(limits)]
     results = own.generate([[1, 2, 3]] * WAVE, params)
     for limit, unbound, result in zip(limits, free, results, strict=True):
-        whole, kept = content(own, unbound), content(own, result)
-        assert kept == whole[: len(kept)] and len(result.token_ids) <= limit
+        whole, kept = segments_of(own, unbound), segments_of(own, result)
+        ends_in_block = bool(result.stats.blocks) and result.token_ids[-1] == own.config.special.parallel_end
+        before = max(0, len(kept) - (last_width(own, result) if ends_in_block else 1))
+        assert kept[:before] == whole[:before] and len(result.token_ids) <= limit
+        assert all(part == all_of_it[: len(part)] for part, all_of_it in zip(kept, whole, strict=False))
         assert well_formed(own, result.token_ids)
-        if len(kept) < len(whole):
+        if kept != whole:
             assert result.finish_reason == "length"
             cut += 1
-            some += bool(result.stats.blocks) and result.token_ids[-1] == own.config.special.parallel_end
+            some += ends_in_block
+            shorter = [part != all_of_it for part, all_of_it in zip(kept[before:], whole[before:], strict=False)]
+            whole_siblings += ends_in_block and any(a and not b for a, b in pairwise(shorter))
     assert cut > WAVE // 3 and some > 2, "some ended inside a block"
+    assert whole_siblings, "a branch that was cut has a whole sibling behind it"
+
+
+def segments_of(engine: Engine, result: Result) -> list[list[int]]:
+    """Return the tokens of serial texts and branches in reading order."""
+    ids = result.token_ids
+    return [[ids[place] for place in part] for part in content_segments(engine.config, ids)]
+
+
+def last_width(engine: Engine, result: Result) -> int:
+    """Return the number of branches of the last block."""
+    special = engine.config.special
+    last = max(place for place, token in enumerate(result.token_ids) if token == special.parallel_start)
+    return result.token_ids[last:].count(special.branch_start)
+
+
+@pytest.mark.parametrize("long", [0, 2])
+def test_a_branch_that_runs_to_the_budget_leaves_its_siblings_whole(own: Engine, long: int) -> None:
+    """Negative control: where a budget of plain text ends the answer, later branches are dropped."""
+    special = own.config.special
+    titles, texts = ([5], [6], [8]), [[11, 12], [13, 14, 15], [16]]
+    texts[long] = []
+    serial = [3, *(token for title in titles for token in (special.title_start, *title, special.title_end))]
+    script = [[*serial, special.parallel_start], *([*text, special.branch_end] if text else [] for text in texts)]
+    asked = SamplingParams(max_new_tokens=60, script=script, logit_bias={"10": 100.0})  # what the long one writes
+    result = own.generate([[1, 2]], asked)[0]
+    found = segments_of(own, result)[1:]
+    assert result.finish_reason == "length" and 58 <= len(result.token_ids) <= 60
+    assert [text for n, text in enumerate(found) if n != long] == [text for n, text in enumerate(texts) if n != long]
+    assert set(found[long]) == {10} and len(found[long]) > 20
+    for count in (1, 2):
+        with deferred_branches(count):
+            assert own.generate([[1, 2]], asked)[0].token_ids == result.token_ids
+    limited = own.generate([[1, 2]], replace(asked, max_content_tokens=20))[0]
+    behind = segments_of(own, limited)[2 + long :]
+    assert sum(map(len, segments_of(own, limited))) == 20 and not any(behind)
 
 
 def test_a_block_that_does_not_fit_is_not_opened(own: Engine) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import infer.control.tags
 from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
 from aspd_jax.model.transformer import Transformer
@@ -40,6 +41,14 @@ def leads_lm(lm: LanguageModel) -> LanguageModel:
 @pytest.fixture(scope="module")
 def engine(leads_lm: LanguageModel) -> Engine:
     return Engine(leads_lm, max_length=512, max_batch=8, max_branches=12, max_title_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def drafting(leads_lm: LanguageModel) -> Engine:
+    return Engine(
+        leads_lm, max_length=512, max_batch=2, max_branches=12, max_title_tokens=20,
+        drafts="lookup", draft_tokens=3, force_drafts=True,
+    )  # fmt: skip
 
 
 def path_of(engine: Engine, ids: Sequence[int]) -> int:
@@ -207,26 +216,79 @@ def test_stop_strings_are_found_in_leads_and_across_them(engine: Engine, stop: s
 
 
 @pytest.mark.further
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_a_repeated_lead_ends_the_list(engine: Engine, goes_on: bool) -> None:
-    """The number said more; the hidden lead is no part of the answer, and changes nothing behind it.
+@pytest.mark.parametrize("tries", [1, 4, 3])
+@pytest.mark.parametrize("kind", ["equal", "goes on", "similar"])
+def test_a_lead_that_repeats_another_is_sampled_again(
+    engine: Engine, drafting: Engine, kind: str, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After three tries, a lead that begins with all of another ends the list; a similar one stays.
 
-    A lead also ends the list if it would go on behind the words of an earlier one.
+    What is taken back is no part of the answer, and changes nothing behind it.
     """
-    two = (EXAMPLE[0], Parallel(EXAMPLE[1].branches[:2]), EXAMPLE[2])  # type: ignore[union-attr]
-    asked = written(engine, two, number=4)
-    codec, special = engine.lm.codec, engine.config.special
+    again = Branch("\n3. One" + " one" * (kind == "similar"), "\n3. One" + " one" * (kind == "similar") + " text")
+    two = EXAMPLE[1].branches[:2]  # type: ignore[union-attr]
+    after_four = Parallel([*two, again] if kind == "similar" else two)
+    expected = (EXAMPLE[0], EXAMPLE[1] if tries < 4 else after_four, EXAMPLE[2])
+    asked = written(engine, expected, number=3)
+    special, encode = engine.config.special, engine.lm.codec.text.encode
+    markers, lead = lead_parts(engine, again.title if kind == "similar" else LEADS[0].replace("\n\n1", "\n3"))
+    behind = encode(" so")[0] if kind == "goes on" else special.title_end
     serial = list(asked.script[0])
-    ends = [place for place, token in enumerate(serial) if token == special.title_end]
-    behind = ends[2] + 1  # the second lead
-    repeated = [*codec.text.encode(LEADS[0]), codec.text.encode(" so")[0] if goes_on else special.title_end]
-    script = [[*serial[:behind], *repeated, *serial[behind:]], *asked.script[1:]]
-    result = engine.generate([[1, 2]], replace(asked, script=script))[0]
-    assert result.structure == two and result.stats.discarded_tokens == len(repeated) - 1
+    at = [place for place, token in enumerate(serial) if token == special.title_end][2] + 1  # the second lead ends here
+    rest = serial[at:]
+    if len(expected[1].branches) == 3:  # type: ignore[union-attr]
+        assert rest[: len(markers)] == markers
+        rest = rest[len(markers) :]  # they are not sampled again
+        tries -= tries == 4  # the last of the four stays
+    attempts = [token for _ in range(tries) for token in (*lead, behind)]
+    script = [[*serial[:at], *markers, *attempts, *rest], *asked.script[1:]]
+    asked = replace(asked, script=script, max_new_tokens=300)
+    result = engine.generate([[1, 2]], asked)[0]
+    assert result.structure == expected
+    assert result.stats.discarded_tokens == tries * (len(lead) + 1) + (len(markers) - 1) * (tries == 4)
     assert result.stats.steps == result.stats.critical_path + result.stats.discarded_tokens - 1
+    assert result.stats.critical_path == path_of(engine, result.token_ids)
     logits = replay(engine, [1, 2], result.token_ids).logits
     np.testing.assert_allclose(logits, full_pass(engine.lm, special, [1, 2], result.token_ids), atol=1e-4)
-    assert codec.text.decode(split(result.token_ids[:-1], special, codec.form)[1].number) == "4"  # type: ignore[union-attr]
+    assert drafting.generate([[1, 2]], asked)[0].token_ids == result.token_ids
+    events = list(engine.submit([1, 2], asked, stream="text"))
+    assert "".join(event.text for event in events if event.kind == "token") == result.text
+    ended = len(result.structure[1].branches) == 2  # type: ignore[union-attr]
+    used = len(result.token_ids) + result.stats.discarded_tokens + ended  # with the `<|title|>` of the repetition
+    for limit in range(used - 1, used + 2):
+        limited = engine.generate([[1, 2]], replace(asked, max_new_tokens=limit))[0]
+        assert (limited.token_ids == result.token_ids) == (limit >= used)
+    monkeypatch.setattr(infer.control.tags, "MAX_TRIES", 0)
+    assert engine.generate([[1, 2]], asked)[0].structure != expected or tries == 4, "negative control"
+
+
+def test_the_first_token_of_a_repetition_is_barred(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a model that always prefers it, within every budget."""
+    markers, lead = lead_parts(engine, LEADS[0].replace("\n\n1", "\n3"))
+    special, encode = engine.config.special, engine.lm.codec.text.encode
+    script = [[*begun(engine, [encode(text) for text in (*LEADS[:2], "")]), *markers, *lead, special.title_end]]
+    bias = {str(lead[0]): 50.0, str(special.title_end): 100.0}
+    asked = SamplingParams(max_new_tokens=200, max_branch_tokens=2, script=script, logit_bias=bias)
+
+    def third(limit: int) -> list[int]:
+        result = engine.generate([[1, 2]], replace(asked, max_new_tokens=limit))[0]
+        assert len(result.token_ids) + result.stats.discarded_tokens <= limit
+        items = split(result.token_ids, special, engine.config.form)
+        titles = next((item.titles for item in items if isinstance(item, BlockIds)), ())
+        return list(titles[2]) if len(titles) == 3 else []
+
+    free = third(200)
+    assert free[: len(markers)] == markers and free[len(markers)] not in (lead[0], special.title_end)
+    assert {tuple(third(limit)) for limit in range(len(script[0]), 120, 4)} == {(), tuple(free)}
+    monkeypatch.setattr(infer.control.tags.Tags, "_again", lambda *_: None)
+    assert not third(200), "negative control"
+
+
+def lead_parts(engine: Engine, text: str) -> tuple[list[int], list[int]]:
+    """Return the tokens of a lead up to its first letter, and the others."""
+    tokens, decode = engine.lm.codec.text.encode(text), engine.lm.codec.text.decode
+    size = next(size for size in range(len(tokens)) if any(map(str.isalpha, decode(tokens[: size + 1]))))
+    return tokens[:size], tokens[size:]
 
 
 def begun(engine: Engine, leads: Sequence[Sequence[int]], stated: int = 3) -> list[int]:
@@ -242,18 +304,13 @@ def begun(engine: Engine, leads: Sequence[Sequence[int]], stated: int = 3) -> li
     [(0, 0), (1, 3), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((0, 3), (1, 0)))],
 )
 def test_a_block_with_a_lead_without_end_is_taken_back(
-    before: int, draft_tokens: int, leads_lm: LanguageModel, engine: Engine
+    before: int, draft_tokens: int, leads_lm: LanguageModel, engine: Engine, drafting: Engine
 ) -> None:
     """The first lead is serial text, and what follows never saw the block: compare with serial mode."""
     encode, endless = engine.lm.codec.text.encode, [*range(100, 121)]
     kept = encode(LEADS[0]) if before else endless[:20]
     script = begun(engine, [kept, endless] if before else [endless])
-    own = engine
-    if draft_tokens:
-        own = Engine(
-            leads_lm, max_length=512, max_batch=2, max_branches=12, max_title_tokens=20,
-            drafts="lookup", draft_tokens=draft_tokens, force_drafts=True,
-        )  # fmt: skip
+    own = drafting if draft_tokens else engine
     title = {str(own.config.special.title_start): 100.0}  # the model would fork all the time
     free = {"max_branch_tokens": 4, "logit_bias": title}
     for prompt in map(encode, ("a", "Hello", "x, y")):
