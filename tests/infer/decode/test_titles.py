@@ -17,7 +17,6 @@ import infer.decode.sampling
 import infer.decode.speculation
 import infer.scheduling.admission
 from aspd_jax import LanguageModel
-from aspd_jax.errors import StructureError
 from aspd_jax.structure import Parallel
 from infer import Engine, SamplingParams
 from infer.control.tags import completes_plan
@@ -87,9 +86,9 @@ def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:
     assert sum(len(ids) - block for ids in expected) > 50 and len({tuple(ids[block:]) for ids in expected}) > 5
     assert free(repeating, 60) == expected
 
-    # Negative control: where it stays in the cache, it is part of the answer.
-    with patched(infer.decode.guidance, _take_back=without_hiding), pytest.raises(StructureError):
-        free(repeating, 60)
+    # Negative control: where it stays in the cache, later tokens see it.
+    with patched(infer.decode.guidance, _take_back=without_hiding):
+        assert free(repeating, 60) != expected
 
 
 def without_hiding(state: DecodeState, guidance: Guidance) -> DecodeState:
