@@ -280,7 +280,7 @@ def _parts(node: Node, context: str, after: Mapping[str, tuple[str, ...]], root:
         yield node.text
     elif node.members is None:
         schema = _leaf_schema(node.schema, root)
-        yield Hole(node.name, after[node.name], context.rstrip(" "), schema, node.path)
+        yield Hole(node.name, after[node.name], context, schema, node.path)
     else:
         for number, (name, member) in enumerate(node.members.items()):
             key = f"{json.dumps(name, ensure_ascii=False)}: "

@@ -20,8 +20,8 @@ from aspd_jax.grammar_limits import parser_limits
 from aspd_jax.schema_formats import PATTERNS
 from aspd_jax.schema_logic import UNSUPPORTED, Inexpressible, SchemaLogic, all_of, any_of
 
-# White space between the parts of a value. With more, a small model at a high temperature may never stop repeating it.
-BLANKS = " ?"
+# The only form of a value (protocol, section 5): one space after each colon and comma, no other between parts.
+FORM = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 MAX_SCHEMAS = 100_000  # maximum schemas within a schema
 MAX_DEPTH = 200  # maximum depth of nested schemas
 SECONDS = 10.0  # maximum time to check a schema
@@ -121,7 +121,7 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     """Return the grammar, in llguidance's form, of a JSON value of a read schema."""
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": BLANKS})
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=FORM)
 
 
 def compile_error(schema: Mapping[str, Any]) -> str | None:

@@ -29,8 +29,8 @@ from infer.request import Request
 # After a value, the model continues as in a JSON object. The token that ends the value may contain the text after it,
 # which is not part of the answer.
 VALUE_GRAMMAR = r"""
-start: BLANK? value TAIL?
-BLANK: " "
+start: BLANK value TAIL?
+BLANK: "%s"
 TAIL: /[ \t\r\n]*[,}\]](.|\n)*|[ \t\r\n]+/
 value: """
 
@@ -78,8 +78,8 @@ class HoleState:
     ) -> None:
         self.hole, self._text, self._lead = start.hole, start.text, list(start.lead)
         self._ends, self._limit = ends, limit
-        grammar = None if self.hole.schema is None else value_grammar(self.hole.schema)
-        self._matcher = None if grammar is None else schemas.matcher("grammar", grammar)
+        grammar = value_grammar(start.text)
+        self._matcher = None if grammar is None else schemas.matcher("hole", grammar)
         self._ids: list[int] = []
         self._codec, self._stream = codec, codec.stream()
         self.length, self.sampled = 0, 0
@@ -188,6 +188,11 @@ class Filling(Controller):
         return next((state.error for block in self._begun for state in block if state.error), "")
 
     def read(self, output: RequestOutput) -> RequestOutput:
+    @property
+    def sampled(self) -> int:
+        """Return the number of sampled tokens of all holes."""
+        return sum(state.sampled for block in self._begun for state in block)
+
         """Take the tokens of an answer; return it with the template as far as it is filled."""
         if output.open_branches:
             for number, (state, ids) in enumerate(zip(self._begun[-1], output.branch_ids, strict=False), 1):
@@ -304,9 +309,9 @@ def check_template(
     """
     check_literals(template)
     for hole in template.holes:
-        if hole.schema is not None:
+        if (grammar := value_grammar(hole_text(template, hole))) is not None:
             try:
-                schemas.check("grammar", value_grammar(hole.schema))
+                schemas.check("hole", grammar)
             except RequestError as error:
                 raise RequestError(f"json_schema: {hole.name}: {error}") from None
     try:
@@ -324,6 +329,11 @@ def check_template(
 
 
 @lru_cache(maxsize=1024)
-def value_grammar(schema: str) -> str:
-    """Return the grammar of a JSON value of a schema and of the text after it."""
-    return f"{VALUE_GRAMMAR}{json_rule(schema)}\n"
+def value_grammar(text: HoleText) -> str | None:
+    """Return the grammar of what follows the lead of a hole: a JSON value, and text after it; None: free text."""
+    schema = text.hole.schema
+    return None if schema is None else _value_grammar(schema, text.spaced)
+
+
+def _value_grammar(schema: str, spaced: bool) -> str:
+    return f"{VALUE_GRAMMAR % (' ' * spaced)}{json_rule(schema)}\n"

@@ -20,7 +20,7 @@ import numpy as np
 from aspd_jax.byte_tokens import GrammarTokens
 from aspd_jax.errors import CheckpointError, RequestError, TokenizerError
 from aspd_jax.grammar_limits import first_line, parser_limits
-from aspd_jax.json_schema import BLANKS, json_grammar, read_schema
+from aspd_jax.json_schema import FORM, json_grammar, read_schema
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.tokens import TextCodec
 from infer.decode.state import EngineConfig
@@ -34,6 +34,7 @@ FORMATS: Mapping[str, Literal["json_schema", "regex", "grammar"]] = {
     "regex": "regex",
     "choices": "regex",
     "grammar": "grammar",
+    "hole": "grammar",  # the text behind the lead of a hole
 }
 
 
@@ -135,7 +136,7 @@ class Schemas:
             made.compute_bitmask()  # builds the lexer
         if made.is_error():
             raise RequestError(f"{name}: {first_line(made.get_error())}")
-        if drops_space and made.compute_ff_bytes().startswith(b" ") and FORMATS[name] == "grammar":
+        if drops_space and made.compute_ff_bytes().startswith(b" ") and name == "grammar":
             raise RequestError(
                 f"{name}: expected text without a space at its beginning, which this tokenizer drops, got one."
             )
@@ -209,4 +210,4 @@ def json_rule(schema: str | Mapping[str, Any]) -> str:
     Raises:
         RequestError: the schema is malformed or not supported.
     """
-    return f"%json {json.dumps({**read_schema(schema).schema, 'x-guidance': {'whitespace_pattern': BLANKS}})}"
+    return f"%json {json.dumps({**read_schema(schema).schema, 'x-guidance': FORM})}"

@@ -88,10 +88,11 @@ def _report(
         differs += not equal(values[hole.name], others.get(hole.name))
         texts = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
         before = template.fill({name: text for name, text in texts.items() if name != hole.name})
-        hidden = _loss(engine, prompt, hole.context or "", texts[hole.name])
+        own = (hole.context or "").rstrip(" ")
+        hidden = _loss(engine, prompt, own, texts[hole.name])
         costs.append(hidden - _loss(engine, prompt, before.rstrip(" "), texts[hole.name]))
         for other in earlier:
-            shown = f"{other.context} {texts[other.name]},{hole.context}"
+            shown = f"{other.context}{texts[other.name]},{own}"
             gains[other.name].append(hidden - _loss(engine, prompt, shown, texts[hole.name]))
     cost = float(np.mean(costs))
     saved = {name: float(np.mean(values)) for name, values in gains.items()}

@@ -157,9 +157,11 @@ class TemplateFilling:
 
     def _encode_branch(self, text: HoleText, value: str) -> list[int]:
         """Return the tokens of a filled hole in the prompt of later holes; objects that its lead opens are closed."""
-        space = " " * (text.spaced or text.hole.schema is not None)
         closed = "}" * len(text.hole.path)
-        return [*self._codec.encode_exactly(text.lead), *self._codec.encode_normalised(space + value + closed)]
+        return [
+            *self._codec.encode_exactly(text.lead),
+            *self._codec.encode_normalised(" " * text.spaced + value + closed),
+        ]
 
     async def _fill(
         self, request: HoleRequest, sampling: SamplingParams, answer: Proxied, constrained: bool

@@ -93,7 +93,7 @@ def test_fields_of_a_schema() -> None:
     assert template is not None
     holes = {hole.name: hole for hole in template.holes}
     assert list(holes) == ["name", "address.street", "address.zip", "reason", "next.value", "next.below"]
-    assert holes["address.zip"].context == '{"address": {"zip":'
+    assert holes["address.zip"].context == '{"address": {"zip": '
     assert holes["reason"].after == ("address.street", "address.zip", "name")
     assert json.loads(holes["next.below"].schema or "")["$ref"] == "#/$defs/Tree"
     assert "$defs" not in (holes["name"].schema or "")

@@ -74,6 +74,18 @@ STATED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
 }  # fmt: skip
 
 
+def test_values_have_one_form() -> None:
+    """Check white space between parts, in constants too; other forms of the same value are no texts of the grammar."""
+    schema = closed(a={"type": "array"}, b={"const": {"c": [1, 2], "d": {}}}, e={"enum": [[1, "x y"], None]})
+    matcher = LLMatcher(LLTokenizer("byte"), json_grammar(read_schema(schema).schema), log_level=0)
+    whole = '{"a": [1, {}, []], "b": {"c": [1, 2], "d": {}}, "e": [1, "x y"]}'
+    others = [whole.replace(*pair) for pair in ((": ", ":"), (", ", ","), ("{}", "{ }"), ("[1", "[ 1"), (", ", " , "))]
+    assert whole == json.dumps(json.loads(whole)) and len(set(others)) == 5
+    for text in (whole, *others, f" {whole}", f"{whole}\n", json.dumps(json.loads(whole), indent=1)):
+        fresh, tokens = matcher.deep_copy(), list(text.encode())
+        assert (fresh.try_consume_tokens(tokens) == len(tokens) and fresh.is_accepting()) == (text == whole), text
+
+
 @pytest.mark.parametrize("name", STATED)
 def test_keywords_are_stated_exactly(name: str) -> None:
     schema, fitting, others = STATED[name]

@@ -18,11 +18,11 @@ from aspd_jax.fields import fields_template
 from aspd_jax.layout import Layout
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.structure import Parallel, Serial, plain_text
-from aspd_jax.template import Template
+from aspd_jax.template import Hole, Template
 from infer import Engine, SamplingParams
 from infer.answers.events import Event
-from infer.answers.filled import Filled
-from infer.control.filling import VALUE_GRAMMAR, value_grammar
+from infer.answers.filled import Filled, hole_text
+from infer.control.filling import value_grammar
 from tests.conftest import SIZES
 from tests.infer.scheduling.test_structured_output import record, valid
 
@@ -62,10 +62,11 @@ def test_a_field_is_what_it_is_alone(engine: Engine, seed: int) -> None:
         value: Any = json.loads(result.text)
         for name in hole.name.split("."):
             value = value[name]
-        prompt = [*encode(PROMPT), *encode(hole.context or "")]
-        alone = engine.generate([prompt], params(grammar=value_grammar(hole.schema or ""), temperature=0.0))[0]
+        text = hole_text(template, hole)
+        prompt, grammar = [*encode(PROMPT), *encode(text.lead)], value_grammar(text)
+        alone = engine.generate([prompt], params(grammar=grammar, temperature=0.0))[0]
         assert json.JSONDecoder().raw_decode(alone.text.strip())[0] == value
-        elsewhere = engine.generate([encode(PROMPT)], params(grammar=value_grammar(hole.schema or ""), temperature=0.0))
+        elsewhere = engine.generate([encode(PROMPT)], params(grammar=grammar, temperature=0.0))
         different += elsewhere[0].text != alone.text
     assert different, "negative control: the lead matters"
 
@@ -107,10 +108,10 @@ def test_tokens_equal_a_full_pass(engine: Engine) -> None:
     whole = Layout(position=arrays[0], sequence=one, block=arrays[1], branch=arrays[2])
     model = Transformer(replace(engine.lm.config, attention="chunked"))
     logits = np.asarray(model.apply({"params": engine.lm.params}, np.asarray([ids], np.int32), whole))[0]
-    checked = 0
+    checked, grammar = 0, value_grammar(hole_text(output.template.template, output.template.template.holes[0])) or ""
     for (of, k), own in by_branch.items():
         places = [n for n in range(len(ids)) if (block[n], branch[n]) == (of, k)]
-        matcher = engine.debug_state().schemas.matcher("grammar", value_grammar(json.dumps(WORD)))
+        matcher = engine.debug_state().schemas.matcher("hole", grammar)
         lead = len(
             engine.lm.codec.text.encode(['{"first":', '{"second":', '{"third":', '{"both":'][k - 1 + 3 * (of - 1)])
         )
@@ -362,8 +363,11 @@ def test_requests_that_are_refused(engine: Engine, changes: dict[str, Any], mess
 @pytest.mark.further
 def test_the_end_of_a_value_is_free(engine: Engine) -> None:
     """Check that the grammar permits every continuation after a value (negative control)."""
-    assert "TAIL" in VALUE_GRAMMAR and "[,}" in VALUE_GRAMMAR
-    for text, follows in (('"x",', True), (' "x"}', True), ('"x" }\n', True), ("7, ", True), ('"x"y', False)):
-        matcher = engine.debug_state().schemas.matcher("grammar", value_grammar("{}"))
+    template = Template(["A: ", Hole("a", schema="{}"), "B:", Hole("b", schema="{}")])
+    spaced, grammar = (value_grammar(hole_text(template, hole)) or "" for hole in template.holes)
+    for text, follows in (('"x",', True), (' "x"}', False), ('"x" }\n', True), ("7, ", True), ('"x"y', False)):
+        matcher = engine.debug_state().schemas.matcher("hole", spaced)
+        assert matcher.accepted(engine.lm.codec.text.encode(" " + text.strip())) > 1
+        matcher = engine.debug_state().schemas.matcher("hole", grammar)
         ids = engine.lm.codec.text.encode(text)
         assert (matcher.accepted(ids) == len(ids)) == follows, text

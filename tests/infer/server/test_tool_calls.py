@@ -20,6 +20,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.tokens import TextCodec
 from aspd_jax.tool_format import HERMES, ID, ToolFormat, read_tool_format
 from infer import Engine
+from infer.answers.filled import hole_text
 from infer.answers.stop import repeats_an_object
 from infer.control.filling import value_grammar
 from infer.server.tool_calls import CallReader, Function, Piece, ToolCalls, ToolChoice, check_schemas
@@ -374,7 +375,7 @@ def test_unsupported_keywords_in_parallel() -> None:
     choice = ToolChoice("required", "f", False)
     template = tool_calls("qwen", choice, functions=[Function("f", "", several)]).template
     assert template is not None
-    grammar = value_grammar(template.holes[0].schema or "")
+    grammar = value_grammar(hole_text(template, template.holes[0])) or ""
     assert not LLMatcher.validate_grammar(grammar_from("grammar", grammar))
     with pytest.raises(RequestError, match="uniqueItems"):
         _ = tool_calls("qwen", choice, functions=[Function("f", "", several, True)]).template
