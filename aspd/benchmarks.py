@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
         help="number of branches x tokens of a branch",
     )
     fields = kinds.add_parser(
-        "fields", help="JSON fields and tool calls: serial mode against parallel fields", formatter_class=HelpFormatter
+        "fields", help="JSON fields and tool calls: serial, exact and parallel fields", formatter_class=HelpFormatter
     )
     fields.set_defaults(run=run_bench_fields)
     fields.add_argument("--model", default="smollm2", metavar="MODEL", help="checkpoint")
@@ -160,7 +160,7 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         force_drafts=True,
     )
     with waiting("compiling before the first timed task"):
-        engine.warm_up(alone=True)
+        engine.warm_up(alone=True, checks=True)
         for task in tasks[:2]:  # compile what warm-up does not
             for mode in MODES:
                 decode_task(engine, task, mode, options.max_new_tokens)

@@ -82,8 +82,9 @@ def add(commands: Any) -> None:
         help="text with holes {name} or {name after other}, which are filled in parallel",
     )  # fmt: skip
     generate.add_argument(
-        "--fields", choices=("serial", "parallel"), default="serial", dest="field_order",
-        help="decode the fields of --schema one after the other or in parallel",
+        "--fields", choices=("serial", "parallel", "exact"), default="serial", dest="field_order",
+        help="decode the fields of --schema one after the other, in parallel, or in parallel as a draft of the serial "
+        "answer (exact)",
     )  # fmt: skip
     generate.add_argument("--stream", action="store_true", help="print the answer while it is decoded")
     generate.add_argument("--json", action="store_true", help="print text, structure, token ids and statistics as JSON")
@@ -102,8 +103,8 @@ def run_generate(options: argparse.Namespace) -> None:
     params = sampling_params(options)
     if options.schema is not None:
         params = replace(params, json_schema=_read_text(options.schema), fields=options.field_order)
-    elif options.field_order == "parallel":
-        raise RequestError("--fields parallel: expected --schema, got none")
+    elif options.field_order != "serial":
+        raise RequestError(f"--fields {options.field_order}: expected --schema, got none")
     if options.template_file is not None:
         params = replace(params, template=_read_text(options.template_file))
     if options.input is None and options.output is not None:

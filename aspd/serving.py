@@ -82,8 +82,9 @@ def add(commands: Any) -> None:
     )
     process_options(serve)
     serve.add_argument(
-        "--fields", choices=("serial", "parallel"), default="serial",
-        help="decode the fields of JSON schemas one after the other or in parallel; requests may override it",
+        "--fields", choices=("serial", "parallel", "exact"), default="serial",
+        help="decode the fields of JSON schemas one after the other, in parallel, or in parallel as a draft of the "
+        "serial answer (exact); requests may override it",
     )  # fmt: skip
     serve.add_argument(
         "--warm-up", nargs="?", choices=("none", "first", "all"), const="all", default="first",

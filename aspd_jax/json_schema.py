@@ -21,7 +21,7 @@ from aspd_jax.schema_formats import PATTERNS
 from aspd_jax.schema_logic import UNSUPPORTED, Inexpressible, SchemaLogic, all_of, any_of
 
 # The only form of a value (protocol, section 5): one space after each colon and comma, no other between parts.
-FORM = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+FORM: Any = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 MAX_SCHEMAS = 100_000  # maximum schemas within a schema
 MAX_DEPTH = 200  # maximum depth of nested schemas
 SECONDS = 10.0  # maximum time to check a schema

@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
 
 from aspd_jax.chat import encode_history, encode_prompt, message_texts
-from aspd_jax.errors import RequestError, StructureError
+from aspd_jax.errors import AspdError, RequestError, StructureError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import check_choice
 from aspd_jax.structure import plain_text
@@ -19,6 +20,7 @@ from aspd_jax.tokens import NAMES, SpecialTokens
 from aspd_jax.tool_format import tool_conversation
 from infer.answers.answer import Result, TokenLogprob
 from infer.answers.logprobs import token_logprobs
+from infer.answers.values import answer_values
 from infer.control.filling import check_template
 from infer.control.schemas import Schemas
 from infer.control.tags import check_tags
@@ -315,8 +317,13 @@ class Engine:
         """
         handle = self._scheduler.submit(request)
         if request.params.logprobs is not None:
-            handle.finish = lambda result: replace(result, logprobs=self.logprobs(request, result))
+            handle.finish = partial(self._with_logprobs, request)
         return handle
+
+    def _with_logprobs(self, request: Request, result: Result) -> Result:
+        tokens = self.logprobs(request, result)
+        values = None if request.params.json_schema is None else answer_values(result.text, tokens)
+        return replace(result, logprobs=tokens, values=values)
 
     def logprobs(self, request: Request, result: Result) -> list[TokenLogprob]:
         """Return the log probabilities of an answer, with `Request.alternatives` and `Request.echo`."""
@@ -353,7 +360,7 @@ class Engine:
                 f"params: expected SamplingParams, got {params!r:.80}. Write SamplingParams(name=value)."
             )
         template = params.known_text
-        mode = "serial" if params.answer_grammar or template else mode
+        mode = "serial" if params.answer_grammar or template or params.prediction else mode
         if template is not None and self.lm.tokenizer is None:
             raise RequestError("template: expected a model with a tokenizer, got one without.")
         if continue_final_message or chat_template_kwargs or tools:
@@ -365,6 +372,8 @@ class Engine:
         writes_lists = mode == "adaptive" and self._writes_lists(params, adapter, lists or self._lists)
         if params.stop and self.lm.tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer, got one without.")
+        if params.prediction and (self.lm.tokenizer is None or not self.lm.codec.text.has_byte_spellings):
+            raise RequestError("prediction: expected a model whose tokens have bytes of their own, got another.")
         if params.fork_bias and self.config.special.title_start < 0:
             raise RequestError("fork_bias: expected a model whose tags are special tokens, got one without.")
         if params.answer_grammar or params.branch_schema:
@@ -387,6 +396,14 @@ class Engine:
         if template is not None and budget:
             budget = min(budget, params.max_content_tokens or budget)
             check_template(template, self._schemas, self.lm.codec.text, self.config, budget, params.max_branch_tokens)
+        draft = params.draft_template if params.prediction is None else None
+        if draft is not None:
+            codec = self.lm.codec.text
+            try:
+                left = budget - len(codec.encode_exactly(draft.opening))
+                check_template(draft, self._schemas, codec, self.config, left, params.max_branch_tokens)
+            except AspdError:  # the answer is decoded without a draft
+                draft = None
         self._check_ids(tuple(params.logit_bias), "logit_bias: ")
         seed = secrets.randbits(32) if params.seed is None else params.seed
         number = self.adapters.number(adapter)
@@ -400,6 +417,7 @@ class Engine:
             alternatives=params.logprobs,
             messages=texts,
             lists=writes_lists,
+            drafts=draft is not None,
         )
 
     def _writes_lists(self, params: SamplingParams, adapter: str, lists: ListMode) -> bool:
@@ -424,13 +442,14 @@ class Engine:
         """Clear the prefix cache: later prompts reuse nothing of earlier requests."""
         self._scheduler.reset_cache()
 
-    def warm_up(self, alone: bool = False) -> float:
+    def warm_up(self, alone: bool = False, checks: bool = False) -> float:
         """Compile the programs that requests need, and measure the cost of a step; return the seconds it took.
 
         Args:
             alone: compile the programs for one request at a time only, without log probabilities.
+            checks: compile the programs of exact fields and predictions, too.
         """
-        return self._scheduler.warm_up(alone)
+        return self._scheduler.warm_up(alone, checks)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive", max_steps: int = 1

@@ -27,10 +27,16 @@ from aspd_jax.template import Hole, Template
 
 Mode = Literal["adaptive", "serial"]
 ListMode = Literal["parallel", "serial"]  # how lists of models without tags are decoded in adaptive mode
-Fields = Literal["serial", "parallel"]
+Fields = Literal["serial", "parallel", "exact"]
 Stream: TypeAlias = Literal["text", "branches"] | None
 GRAMMARS = ("json_schema", "regex", "choices", "grammar")  # fields that constrain a whole answer
-BESIDE_TEMPLATES = ("script", "branch_schema", "min_tokens", "logprobs")  # fields that a template excludes
+BESIDE_TEMPLATES = (
+    "script",
+    "branch_schema",
+    "min_tokens",
+    "logprobs",
+    "prediction",
+)  # fields that a template excludes
 MAX_TITLE_TOKENS = 24  # default of the engine, and limit of the proxy (protocol, section 5)
 STRINGS, BIASES = tuple[str, ...], Mapping[Any, float]  # types of parameters that are no single value
 
@@ -287,8 +293,12 @@ class SamplingParams:
         choices: strings, one of which is the answer; it does not fork.
         grammar: grammar (Lark or GBNF) that the answer follows; it does not fork. An answer has at most one of
             `json_schema`, `regex`, `choices` and `grammar`.
-        fields: `parallel`: decode the fields of `json_schema` in parallel (protocol, section 5).
+        fields: how the fields of `json_schema` are decoded (protocol, section 5). `serial`: one after the other;
+            `parallel`: side by side, without seeing each other; `exact`: side by side as a draft, which is then checked
+            and corrected: the answer is that of `serial`.
         template: literal text with holes, which the model fills in parallel (`aspd_jax.Template`).
+        prediction: text that the answer may have, as a source of draft tokens (protocol, section 5); the answer is that
+            of serial mode.
         branch_schema: JSON schema of the text of every branch, which is one JSON value.
         script: token ids to take in place of sampled ones: of the serial segment (titles and tags included), of the
             first branch, and so on; the same for every block. A segment is sampled after the end of its script. Steps
@@ -333,6 +343,7 @@ class SamplingParams:
     grammar: str | None = _library_parameter(None)
     fields: Fields = _library_parameter("serial")
     template: Template | str | None = _library_parameter(None)
+    prediction: str | None = _library_parameter(None)
     branch_schema: str | Mapping[str, Any] | type | None = _library_parameter(None)
     script: Sequence[Sequence[int]] = _library_parameter(())
 
@@ -343,17 +354,27 @@ class SamplingParams:
         limit = self.max_new_tokens if self.max_content_tokens is None else self.max_content_tokens
         if self.min_tokens > limit:
             raise RequestError(f"min_tokens: expected 0 to the limit of the answer, {limit}, got {self.min_tokens}.")
-        if len(named := [name for name in (*GRAMMARS, "template") if getattr(self, name)]) > 1:
+        exclusive = (*GRAMMARS, "template") if self.fields != "exact" else GRAMMARS
+        if len(named := [name for name in exclusive if getattr(self, name)]) > 1:
             raise RequestError(f"{' and '.join(named)}: expected one of them, got {len(named)}")
-        if self.fields == "parallel" and self.json_schema is None:
-            raise RequestError("json_schema: expected a schema for fields='parallel', got none.")
+        if self.fields != "serial" and self.json_schema is None and not (self.grammar and self.template):
+            raise RequestError(f"json_schema: expected a schema for fields={self.fields!r}, got none.")
         if self.known_text is not None and (beside := _beside(self)):
             raise RequestError(f"{beside[0]}: expected none with a template or parallel fields, got one")
 
     @cached_property
     def known_text(self) -> Template | None:
         """Return the template of the answer: `template`, or that of parallel fields; None: there is none."""
-        if self.fields == "parallel" and isinstance(self.json_schema, str):
+        return self._template if self.fields != "exact" else None
+
+    @property
+    def draft_template(self) -> Template | None:
+        """Return the template of the draft of exact fields; None: there is none."""
+        return self._template if self.fields == "exact" else None
+
+    @cached_property
+    def _template(self) -> Template | None:
+        if self.fields != "serial" and isinstance(self.json_schema, str):
             try:
                 schema = read_schema(self.json_schema).schema
             except RequestError as error:
@@ -430,6 +451,7 @@ class Request:
         echo: log probabilities include those of the prompt.
         messages: texts of the messages of the prompt, the last of which the answer is for.
         lists: whether lists of the answer are decoded in parallel (adaptive mode of a model without tags).
+        drafts: whether a draft of the answer is decoded in parallel, and then checked (exact fields).
     """
 
     prompt: tuple[int, ...]
@@ -444,6 +466,7 @@ class Request:
     echo: bool = False
     messages: tuple[str, ...] = ()
     lists: bool = False
+    drafts: bool = False
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, Mode)
@@ -452,6 +475,11 @@ class Request:
     def template(self) -> Template | None:
         """Return the template of the answer; None: the model writes all of it."""
         return self.params.known_text
+
+    @property
+    def draft(self) -> Template | None:
+        """Return the template of the draft of the answer; None: there is none."""
+        return self.params.draft_template if self.drafts else None
 
     @property
     def untagged(self) -> bool:

@@ -52,6 +52,7 @@ from transformers import PreTrainedTokenizerFast
 from xdist.scheduler import LoadScopeScheduling
 
 import aspd  # noqa: F401 (import first: it sets XLA's flags)
+import infer.decode.checking
 import infer.decode.decode_step
 import infer.decode.derived
 import infer.decode.guidance
@@ -293,6 +294,9 @@ def patched(module: ModuleType = infer.decode.decode_step, **functions: Any) -> 
         for user in (infer.decode.decode_step, *scheduling):
             if getattr(user, "run", None) is compiled:
                 patch.setattr(user, "run", again)
+        checks = infer.decode.checking.run_checks.__wrapped__
+        again = jax.jit(wraps(checks)(lambda *args: checks(*args)), static_argnames=("config", "bucket"))
+        patch.setattr(infer.scheduling.runner, "run_checks", again)
         if module is infer.decode.guidance:
             decide = infer.decode.guidance.guide.__wrapped__
             retraced = jax.jit(wraps(decide)(lambda *args: decide(*args)), static_argnames="config")

@@ -81,6 +81,20 @@ class TokenLogprob(NamedTuple):
     top_texts: tuple[bytes, ...] = ()
 
 
+class Value(NamedTuple):
+    """A leaf of a JSON answer.
+
+    Attributes:
+        pointer: its JSON pointer.
+        text: the value as JSON text.
+        logprob: sum of the log probabilities of its tokens, those that it shares with punctuation included.
+    """
+
+    pointer: str
+    text: str
+    logprob: float
+
+
 @dataclass(frozen=True)
 class Result:
     """An answer.
@@ -96,6 +110,7 @@ class Result:
         prompt_token_ids: tokens of the prompt.
         logprobs: log probabilities of the tokens of `text` in reading order, up to the end of the token that completes
             a stop string; None: `SamplingParams.logprobs` is None, or the answer still grows.
+        values: leaves of an answer that follows a JSON schema, with their log probabilities; None: see `logprobs`.
         others: the further answers to the prompt (`SamplingParams.n`), in order.
         error: why the answer ended with `error`; empty: it did not.
     """
@@ -107,6 +122,7 @@ class Result:
     stats: Statistics
     prompt_token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
+    values: list[Value] | None = None
     others: tuple[Result, ...] = ()
     error: str = ""
 
@@ -212,7 +228,9 @@ class RequestOutput:
         The sequence waits, and `update` has read the state in which it does.
         """
         known = guidance.known_tokens
-        if guidance.resume_at >= 0:
+        if guidance.restarts:
+            self._restart()
+        elif guidance.resume_at >= 0:
             self._take_back(guidance.resume_at)
         self.size += sum(map(len, known.values())) + len(guidance.text) - len(guidance.emptied)
         self.path -= guidance.discarded
@@ -265,6 +283,11 @@ class RequestOutput:
         if self.finish != RUNNING:
             return join(self.items, config.special) + self.end
         return join(self.items, config.special, self.open_branches) + self.opening
+
+    def _restart(self) -> None:
+        """Drop all tokens; what follows is serial text."""
+        self.items, self.branch_ids, self.open_branches, self.sampled = [], (), frozenset(), []
+        self.size, self.path, self.serial_ids, self.untagged = 0, 0, [], False
 
     def _take_back(self, position: int) -> None:
         """Drop the tokens from a position on: the end of serial text or of titles, and the block of lists after it."""

@@ -1,4 +1,4 @@
-"""Controller of answers whose serial text or branches follow a schema or another grammar.
+"""Controller of answers whose serial text or branches follow a grammar, or whose serial text has a draft text.
 
 W words of 32 tokens of the vocabulary.
 """
@@ -14,21 +14,25 @@ from aspd_jax.grammar_limits import limit_error
 from aspd_jax.tokens import ItemIds, SerialIds
 from infer.answers.answer import RequestOutput
 from infer.control.controller import Controller
-from infer.control.masks import known_limit, next_mask, permitted_drafts
+from infer.control.draft_text import ANCHOR, PROSE_ANCHOR, DraftText
+from infer.control.masks import known_limit, next_mask, only_token, permits, permitted_drafts
 from infer.control.schemas import Matcher, Schemas
+from infer.decode.checking import Check
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, STOP, EngineConfig
 from infer.request import Request
 
+MAX_CHECKED = 64  # maximum tokens of a check: those of a program for prompts beside answers
+LOOK = 4  # tokens after which an answer without a grammar is compared with its draft text again
 RESERVE = 4  # tokens reserved after known tokens, so that a budget ends the answer at the same token
 
 
 class Constraint(Controller):
-    """Decisions for answers whose serial text or branches follow a schema or another grammar.
+    """Decisions for answers whose serial text or branches follow a grammar, or whose serial text has a draft text.
 
     Args:
         inner: controller of the answer otherwise.
-        request: request with a schema or another grammar.
+        request: request with a schema, another grammar or a prediction.
         schemas: compiled schemas.
         config: configuration of the engine.
 
@@ -41,10 +45,14 @@ class Constraint(Controller):
         branch = None if params.branch_schema is None else schemas.matcher("branch_schema", str(params.branch_schema))
         serial = None if params.answer_grammar is None else schemas.matcher(*params.answer_grammar)
         self._serial, self._branch, self._words, self._config = serial, branch, schemas.words, config
-        self._inner, self._params, self._budget = inner, params, request.budget
+        self._inner, self._params, self._budget, self._schemas = inner, params, request.budget, schemas
         self._ends = frozenset((*config.end, *config.special.ids))
         self._matchers: dict[tuple[int, int], Matcher] = {}  # (item, branch)
         self._followed: dict[tuple[int, int], int] = {}  # number of tokens
+        self._draft: DraftText | None = None  # draft text of the serial segment
+        if params.prediction is not None:
+            anchor = PROSE_ANCHOR if serial is None else ANCHOR
+            self._draft = DraftText(params.prediction, schemas.codec, anchor)
 
     def read(self, output: RequestOutput) -> RequestOutput:
         """Return the answer; it ends with `LENGTH` if a grammar does not accept the end of its text."""
@@ -70,8 +78,54 @@ class Constraint(Controller):
         return ""
 
     def start(self) -> RowGuidance | None:
-        """Return the token mask of the first token."""
-        return RowGuidance({0: [next_mask(self._serial, self._words)]}) if self._serial else None
+        """Return the token mask of the first token, or let the sequence wait behind it."""
+        if self._serial:
+            return RowGuidance({0: [next_mask(self._serial, self._words)]})
+        return RowGuidance(left={0: 1}) if self._draft else None
+
+    def begin(self, draft: DraftText, last: int) -> Check:
+        """Return the first check of a draft text of the answer; `last`: last token of the prompt."""
+        self._draft = draft
+        check = self._check([], last, self._limit(0))
+        return check._replace(known=[False, *check.known[1:]])  # in serial mode, this token is sampled
+
+    def _limit(self, size: int) -> int:
+        """Return the tokens of a check that the budgets have room for, behind `size` tokens."""
+        return min(self._budget, self._params.max_content_tokens or self._budget) - size
+
+    def _check(self, ids: list[int], last: int, limit: int) -> Check:
+        """Return the last token and draft tokens behind it, and what the grammar permits after each.
+
+        Args:
+            ids: tokens of the answer.
+            last: the last of them, or of the prompt.
+            limit: maximum number of tokens.
+        """
+        assert self._draft is not None
+        matcher = None if self._serial is None else self._matcher((0, 0)).copy()
+        draft, tokens = self._draft.copy(), [last]
+        masks, known = list[np.ndarray](), list[bool]()
+        while True:
+            determined = [] if matcher is None else matcher.known_tokens()
+            if matcher is not None:
+                masks.append(only_token(determined[0], self._words) if determined else matcher.mask())
+            known.append(bool(determined))
+            token = determined[0] if determined else draft.next()
+            if token is None or token in self._ends or (masks and not permits(masks[-1], token)):
+                break
+            if len(tokens) >= min(limit, MAX_CHECKED):
+                break
+            tokens.append(token)
+            draft.follow([token])
+            if matcher is not None:
+                matcher.take([token])
+        if matcher is not None and matcher.error:
+            # The draft exceeds a limit, which the answer may not. Copies of a matcher fail together.
+            self._draft, fresh = None, self._schemas.matcher(*(self._params.answer_grammar or ("", "")))
+            fresh.take(ids)
+            self._matchers[0, 0] = fresh
+            return Check([last], [next_mask(fresh, self._words)], [False])
+        return Check(tokens, masks, known)
 
     def follow(self, output: RequestOutput) -> RowGuidance:
         """Return token masks, known tokens and draft tokens of the constrained segments."""
@@ -87,11 +141,18 @@ class Constraint(Controller):
         elif self._branch:
             texts = enumerate(last.texts, 1)
             grown = {(number, branch): text.ids for branch, text in texts if branch in output.open_branches}
+        if self._draft is not None and isinstance(last, SerialIds):
+            self._advance((0, 0), last.ids)
+            check = self._check(last.ids, last.ids[-1], self._limit(output.size))
+            if not all(check.known[: len(check.tokens) - 1]):
+                return RowGuidance(check=check)
+            if self._serial is None:
+                return RowGuidance(left={} if self._draft.ended else {0: LOOK})
         known: dict[int, list[int]] = {}
         drafts: dict[int, list[int]] = {}
         for key, ids in grown.items():
             segment = key[1]
-            if len(ids) > self._followed.get(key, 0):
+            if self._draft is not None or len(ids) > self._followed.get(key, 0):
                 known[segment] = self._grown(key, ids, self._known_limit(output, len(ids)))
             elif not output.drafts_of(segment):
                 continue
@@ -123,13 +184,19 @@ class Constraint(Controller):
 
     def _grown(self, key: tuple[int, int], ids: list[int], limit: int) -> list[int]:
         """Follow a segment; return its known tokens, which count as followed."""
-        matcher = self._matcher(key)
-        matcher.take(ids[self._followed.get(key, 0) :])
-        queued = matcher.known_tokens()[:limit]
-        if queued:
-            matcher.take(queued)
-        self._followed[key] = len(ids) + len(queued)
+        self._advance(key, ids)
+        queued = self._matcher(key).known_tokens()[:limit]
+        self._advance(key, [*ids, *queued])
         return queued
+
+    def _advance(self, key: tuple[int, int], ids: list[int]) -> None:
+        """Follow the new tokens of a segment."""
+        new = ids[self._followed.get(key, 0) :]
+        if new and (self._serial is not None or key[1]):
+            self._matcher(key).take(new)
+        if self._draft is not None:
+            self._draft.follow(new)
+        self._followed[key] = len(ids)
 
     def _draft_masks(self, key: tuple[int, int], drafts: Sequence[int]) -> tuple[list[int], list[np.ndarray]]:
         """Return the draft tokens of a segment that its grammar permits, and the token masks before and after each."""

@@ -174,8 +174,9 @@ class Filling(Controller):
     """
 
     def __init__(self, request: Request, schemas: Schemas, codec: TextCodec, config: EngineConfig) -> None:
-        assert request.template is not None
-        self._request, self._template, self._schemas = request, request.template, schemas
+        template = request.template or request.draft
+        assert template is not None
+        self._request, self._template, self._schemas = request, template, schemas
         self._codec, self._config = codec, config
         self._ends = frozenset((*config.end, *config.special.ids))
         self._blocks = template_blocks(self._template, codec, config.max_branches)
@@ -187,12 +188,20 @@ class Filling(Controller):
         """Return why a value cannot follow its schema, which is named; empty: all can."""
         return next((state.error for block in self._begun for state in block if state.error), "")
 
-    def read(self, output: RequestOutput) -> RequestOutput:
     @property
     def sampled(self) -> int:
         """Return the number of sampled tokens of all holes."""
         return sum(state.sampled for block in self._begun for state in block)
 
+    def lags(self, grace: int) -> bool:
+        """Return whether a value takes twice as many steps as half of its block, and `grace` more."""
+        states = self._begun[-1] if self._begun else []
+        ended = sorted(state.sampled for state in states if not state.growing)
+        half = (len(states) + 1) // 2
+        longest = max((state.sampled for state in states if state.growing), default=0)
+        return len(ended) >= half > 0 and longest > 2 * ended[half - 1] + grace
+
+    def read(self, output: RequestOutput) -> RequestOutput:
         """Take the tokens of an answer; return it with the template as far as it is filled."""
         if output.open_branches:
             for number, (state, ids) in enumerate(zip(self._begun[-1], output.branch_ids, strict=False), 1):
@@ -328,12 +337,12 @@ def check_template(
         )
 
 
-@lru_cache(maxsize=1024)
 def value_grammar(text: HoleText) -> str | None:
     """Return the grammar of what follows the lead of a hole: a JSON value, and text after it; None: free text."""
     schema = text.hole.schema
     return None if schema is None else _value_grammar(schema, text.spaced)
 
 
+@lru_cache(maxsize=1024)
 def _value_grammar(schema: str, spaced: bool) -> str:
     return f"{VALUE_GRAMMAR % (' ' * spaced)}{json_rule(schema)}\n"

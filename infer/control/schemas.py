@@ -63,11 +63,12 @@ class Schemas:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         ends = [int(token) for token in self._lm.end_ids]
-        tokens = GrammarTokens(self._codec.byte_tokens, self._lm.config.padded_vocab_size, ends[0] if ends else None)
+        tokens = GrammarTokens(self.codec.byte_tokens, self._lm.config.padded_vocab_size, ends[0] if ends else None)
         return LLTokenizer(TokenizerWrapper(tokens), eos_token=ends or None, slices=LLTokenizer.json_slices())
 
     @property
-    def _codec(self) -> TextCodec:
+    def codec(self) -> TextCodec:
+        """Return the codec of the model's tokenizer."""
         return self._lm.codec.text
 
     def check_all(self, params: SamplingParams) -> None:
@@ -126,7 +127,7 @@ class Schemas:
         except Exception as error:  # GBNF is translated in Python
             raise RequestError(f"{name}: {error}") from None
         try:
-            tokenizer, drops_space = self._tokenizer, self._codec.drops_space
+            tokenizer, drops_space = self._tokenizer, self.codec.drops_space
         except (CheckpointError, TokenizerError) as error:
             raise RequestError(f"{name}: {error}") from None
         if drops_space and FORMATS[name] != "grammar":

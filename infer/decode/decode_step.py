@@ -47,10 +47,17 @@ def forward(params: Any, state: DecodeState, config: EngineConfig, inputs: Input
     return hidden, cache
 
 
-def logits_of(params: Any, config: EngineConfig, inputs: Inputs, hidden: jax.Array) -> jax.Array:
-    """Return the logits of all lanes, float32 [L, V]."""
-    adapter = inputs.batch.adapter[inputs.batch.logits_at] if config.model.config.adapters else None
-    logits: jax.Array = cast(Any, config.model).apply({"params": params}, hidden, adapter, method="logits")
+def logits_of(params: Any, config: EngineConfig, adapter: jax.Array, hidden: jax.Array) -> jax.Array:
+    """Return the logits of lanes, float32 [L, V].
+
+    Args:
+        params: parameters of the model.
+        config: configuration of the engine.
+        adapter: adapter of each lane, int32 [L].
+        hidden: input of the head, [L, hidden size].
+    """
+    own = adapter if config.model.config.adapters else None
+    logits: jax.Array = cast(Any, config.model).apply({"params": params}, hidden, own, method="logits")
     return logits
 
 
@@ -73,7 +80,7 @@ def step(
     """
     derived, inputs = plan.derived, next_inputs(state, plan, config, bucket, drafting)
     hidden, cache = forward(params, state, config, inputs, bucket)
-    logits = logits_of(params, config, inputs, hidden)
+    logits = logits_of(params, config, inputs.batch.adapter[inputs.batch.logits_at], hidden)
     state = state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
     if drafting:
         state, taken = speculate(params, state, derived, config, inputs, hidden, logits, bucket.slots)
@@ -163,15 +170,15 @@ class StepSummary(NamedTuple):
 
 
 @partial(jax.jit, static_argnames="config")
-def summarise(state: DecodeState, config: EngineConfig, steps_left: jax.Array | int = 0) -> Packed[StepSummary]:
+def summarise(state: DecodeState, config: EngineConfig, log: TokenLog | None = None) -> Packed[StepSummary]:
     """Return the summary of a state.
 
     Args:
         state: the state.
         config: configuration of the engine.
-        steps_left: steps of `StopConditions.steps` that are left.
+        log: tokens that were taken; None: none were.
     """
-    return _summary(state, widths(state, derive(state.sequence, config)), steps_left, empty_log(0))
+    return _summary(state, widths(state, derive(state.sequence, config)), 0, log or empty_log(0))
 
 
 def _summary(state: DecodeState, need: Widths, steps_left: jax.Array | int, log: TokenLog) -> Packed[StepSummary]:

@@ -36,7 +36,7 @@ def apply_token_mask(legal: jax.Array, state: DecodeState, lanes: Lanes) -> jax.
 
     Where it allows none of them, a budget has ended the segment before its value was complete; all are returned then.
     """
-    bits = state.token_mask[lanes.row, lanes.branch, 0]
+    bits = state.token_mask[lanes.row, lanes.branch, 0] if lanes.bits is None else lanes.bits
     each = (bits[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     both = legal & (each.reshape(len(bits), -1)[:, : legal.shape[1]] > 0)
     bound = state.sequence.segments.masked[lanes.row, lanes.branch] & both.any(axis=1)

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Int32, UInt32
 
 from aspd_jax.errors import StructureError
 from aspd_jax.sizes import next_power
+from infer.decode.checking import Check
 from infer.decode.decode_step import StepSummary, summarise
 from infer.decode.derived import merge_position
 from infer.decode.packed import Packed
@@ -72,6 +73,8 @@ class RowGuidance:
         spent: tokens of the budget of all tokens that are fed now, or in the block that begins without being sampled.
         content: tokens of the budget of plain text that `known_tokens` of the serial segment take.
         discarded: sampled tokens that are no part of the answer.
+        restarts: whether `resume_at` is the last token of the prompt: the answer begins again.
+        check: draft tokens that serial text feeds in a pass of its own, behind its last token; it waits again then.
     """
 
     masks: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
@@ -93,6 +96,8 @@ class RowGuidance:
     spent: int = 0
     content: int = 0
     discarded: int = 0
+    restarts: bool = False
+    check: Check | None = None
 
 
 class Guidance(NamedTuple):
@@ -259,6 +264,7 @@ def _take_back(state: DecodeState, guidance: Guidance) -> DecodeState:
         ),
         segments=s.segments._replace(queued=jnp.where(takes[:, None], 0, s.segments.queued)),
         branches=s.branches._replace(live=s.branches.live & ~takes[:, None]),
+        budget=s.budget._replace(exhausted=s.budget.exhausted & ~takes[:, None]),
     )
     return state._replace(sequence=s, cache=cache._replace(layout=layout, length=length))
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int32, UInt32
 
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Bucket, TokenBatch
@@ -51,11 +51,20 @@ class Lanes(NamedTuple):
         row: row of the sequence; B: unused lane.
         branch: 0 the serial segment, k branch k.
         layout: layout of the token that the next one follows, int32 [L] per field.
+        ahead: draft tokens of the segment before the next one, which count as sampled; None: none.
+        bits: tokens that may come next in a masked segment, uint32 [L, W]; None: those of `DecodeState.token_mask`.
     """
 
     row: Int32[Array, " L"]
     branch: Int32[Array, " L"]
     layout: Layout
+    ahead: Int32[Array, " L"] | None = None
+    bits: UInt32[Array, "L W"] | None = None
+
+    def sampled(self, state: DecodeState) -> Int32[Array, " L"]:
+        """Return the tokens sampled in each segment before the next one."""
+        before = state.sequence.segments.sampled[self.row, self.branch]
+        return before if self.ahead is None else before + self.ahead
 
 
 class Drafts(NamedTuple):

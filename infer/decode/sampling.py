@@ -159,12 +159,11 @@ def _search(keys: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
 def lane_keys(state: DecodeState, lanes: Lanes) -> jax.Array:
     """Return the typed PRNG key of each lane, [L]."""
     block = jnp.where(lanes.branch > 0, state.sequence.cursor.block[lanes.row], 0)
-    sampled = state.sequence.segments.sampled[lanes.row, lanes.branch]
 
     def key(seed: jax.Array, segment: jax.Array, place: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), segment), place)
 
-    return jax.vmap(key)(state.request.seed[lanes.row], block * MAX_BRANCHES + lanes.branch, sampled)
+    return jax.vmap(key)(state.request.seed[lanes.row], block * MAX_BRANCHES + lanes.branch, lanes.sampled(state))
 
 
 def split_by_vocabulary(logits: jax.Array, config: EngineConfig) -> jax.Array:
@@ -217,7 +216,7 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
     request = RequestArrays(*(field[lanes.row] for field in state.request))
     used = lanes.row < state.sequence.cursor.phase.size
     request = request._replace(
-        temperature=jnp.where(used, request.temperature, 0.0),
+        temperature=jnp.where(used & ~(request.drafts_blocks & (lanes.branch > 0)), request.temperature, 0.0),
         repetition_penalty=jnp.where(used, request.repetition_penalty, 1.0),
         frequency_penalty=jnp.where(used, request.frequency_penalty, 0.0),
         presence_penalty=jnp.where(used, request.presence_penalty, 0.0),
@@ -260,6 +259,6 @@ def scripted(token: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
     request, row, segment = state.request, lanes.row, lanes.branch
     closes = (segment > 0) & state.sequence.branches.closing[row, jnp.maximum(segment - 1, 0)]
     start = jnp.where(segment > 0, request.script_end[row, jnp.maximum(segment - 1, 0)], 0)
-    place = start + state.sequence.segments.sampled[row, segment]
+    place = start + lanes.sampled(state)
     follows = (place < request.script_end[row, segment]) & ~closes
     return jnp.where(follows, request.script[row, place], token)

@@ -103,6 +103,7 @@ class RequestArrays(NamedTuple):
         seed: seed of the random streams.
         temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty: see `SamplingParams`.
         biased: whether `DecodeState.bias` is added to the logits.
+        drafts_blocks: whether blocks are drafts, whose branches are decoded greedily.
         min_tokens: tokens of plain text before which the answer does not end.
         max_branch_tokens: maximum tokens sampled in a branch, closing tag included.
         adapter: index of the adapter in the parameters; negative: none.
@@ -119,6 +120,7 @@ class RequestArrays(NamedTuple):
     frequency_penalty: Float32[Array, " B"]
     presence_penalty: Float32[Array, " B"]
     biased: Bool[Array, " B"]
+    drafts_blocks: Bool[Array, " B"]
     min_tokens: Int32[Array, " B"]
     max_branch_tokens: Int32[Array, " B"]
     adapter: Int32[Array, " B"]

@@ -1,6 +1,6 @@
-"""JSON fields read from texts, and arguments of tool calls: serial mode against parallel fields, in one run.
+"""JSON fields read from texts, and arguments of tool calls: serial, exact and parallel fields, in one run.
 
-Both modes feed known tokens without steps of their own. Texts and gold values are invented.
+All modes feed known tokens without steps of their own. Texts and gold values are invented.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from infer.evaluation.intervals import difference, interval
 from infer.request import Fields, SamplingParams
 
 INCLUDED = ("field_texts.jsonl", "tool_requests.jsonl")
-MODES: tuple[Fields, ...] = ("serial", "parallel")
+MODES: tuple[Fields, ...] = ("serial", "exact", "parallel")
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,14 @@ class Decoded:
 
     Attributes:
         id: identifier of the task.
-        mode: `serial` or `parallel`.
+        mode: how the fields were decoded.
         fields: number of fields.
         values: values by field; empty if the text is no JSON object.
         right: whether each field has the right value.
         steps: steps after prefill.
         seconds: wall time from submission to the last token.
         decoding_seconds: wall time after prefill.
+        token_ids: tokens of the answer.
     """
 
     id: str
@@ -85,6 +87,7 @@ class Decoded:
     steps: int
     seconds: float
     decoding_seconds: float
+    token_ids: Sequence[int]
 
 
 def read_tasks(file: Path | None) -> list[Task]:
@@ -140,7 +143,8 @@ def score(task: Task, mode: str, result: Result) -> Decoded:
     right = {name: name in values and equal(values[name], gold) for name, gold in task.gold.items()}
     seconds = result.stats.seconds
     after = seconds["total"] - seconds["first_token"]
-    return Decoded(task.id, mode, len(task.gold), values, right, result.stats.steps, seconds["total"], after)
+    steps, tokens = result.stats.steps, result.token_ids
+    return Decoded(task.id, mode, len(task.gold), values, right, steps, seconds["total"], after, tokens)
 
 
 def equal(value: Any, gold: Any) -> bool:
@@ -166,54 +170,51 @@ def _normal(value: Any) -> Any:
 
 
 def summarise_extraction(decoded: Sequence[Decoded]) -> list[dict[str, Any]]:
-    """Return a row for each kind of task: field counts, correctness, agreement, steps and seconds.
+    """Return a row for each kind of task and mode: correctness, agreement with serial mode, steps and seconds.
 
     Args:
-        decoded: tasks, each in serial mode and then with parallel fields.
+        decoded: tasks, each in all modes one after the other, the first of which is serial mode.
     """
-    pairs = list(zip(decoded[::2], decoded[1::2], strict=True))
-    groups: dict[str, list[tuple[Decoded, Decoded]]] = {"all": pairs}
-    for serial, parallel in pairs:
-        kind = "tool calls" if serial.id.startswith("tool-") else "texts"
-        groups.setdefault(kind, []).append((serial, parallel))
+    tasks = [list(group) for _, group in groupby(decoded, key=lambda one: one.id)]
+    groups: dict[str, list[list[Decoded]]] = {"all": tasks}
+    for task in tasks:
+        kind = "tool calls" if task[0].id.startswith("tool-") else "texts"
+        groups.setdefault(kind, []).append(task)
         if kind == "texts":
-            size = (
-                "4 to 6 fields" if serial.fields < 7 else "7 to 9 fields" if serial.fields < 10 else "10 to 16 fields"
-            )
-            groups.setdefault(size, []).append((serial, parallel))
-    return [_row(name, group) for name, group in groups.items()]
+            fields = task[0].fields
+            size = "4 to 6 fields" if fields < 7 else "7 to 9 fields" if fields < 10 else "10 to 16 fields"
+            groups.setdefault(size, []).append(task)
+    return [
+        _row(name, [(task[0], task[n]) for task in group])
+        for name, group in groups.items()
+        for n in range(len(group[0]))
+    ]
 
 
 def _row(name: str, pairs: Sequence[tuple[Decoded, Decoded]]) -> dict[str, Any]:
-    right = [[sum(one.right.values()) / one.fields for one in column] for column in zip(*pairs, strict=True)]
-    same = [
-        sum(_agree(serial.values, parallel.values, key) for key in serial.right) / serial.fields
-        for serial, parallel in pairs
-    ]
-    steps = [[one.steps for one in column] for column in zip(*pairs, strict=True)]
-    ratios = interval([serial.seconds / parallel.seconds for serial, parallel in pairs])
+    serial, own = ([pair[place] for pair in pairs] for place in (0, 1))
+    right = [[sum(one.right.values()) / one.fields for one in column] for column in (serial, own)]
+    same = [sum(_agree(a.values, b.values, key) for key in a.right) / a.fields for a, b in pairs]
     return {
         "tasks": name,
+        "mode": own[0].mode,
         "count": len(pairs),
-        "fields": sum(serial.fields for serial, _ in pairs),
-        "right_serial": sum(sum(serial.right.values()) for serial, _ in pairs),
-        "right_parallel": sum(sum(parallel.right.values()) for _, parallel in pairs),
+        "fields": sum(one.fields for one in own),
+        "right": sum(sum(one.right.values()) for one in own),
         "difference": difference(right[1], right[0])._asdict(),
         "agreement": interval(same)._asdict(),
-        "steps_serial": sum(steps[0]) / len(pairs),
-        "steps_parallel": sum(steps[1]) / len(pairs),
-        "step_ratio": sum(steps[0]) / sum(steps[1]),
-        "seconds_serial": sum(serial.seconds for serial, _ in pairs) / len(pairs),
-        "seconds_parallel": sum(parallel.seconds for _, parallel in pairs) / len(pairs),
-        "speedup": ratios._asdict(),
-        "decoding_speedup": sum(s.decoding_seconds for s, _ in pairs) / sum(p.decoding_seconds for _, p in pairs),
+        "equal": sum(a.token_ids == b.token_ids for a, b in pairs),
+        "steps": sum(one.steps for one in own) / len(own),
+        "step_ratio": sum(one.steps for one in serial) / sum(one.steps for one in own),
+        "seconds": sum(one.seconds for one in own) / len(own),
+        "speedup": interval([a.seconds / b.seconds for a, b in pairs])._asdict(),
+        "decoding_speedup": sum(a.decoding_seconds for a in serial) / sum(b.decoding_seconds for b in own),
     }
 
 
 EXTRACTION_HEAD = (
-    "| tasks | fields | right, serial | right, parallel | difference (95 %) | agreement | steps, serial | parallel | "
-    "ratio | seconds, serial | parallel | speed-up (95 %) | without prefill |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| tasks | mode | fields right | difference (95 %) | fields as in serial mode | answers equal | steps | ratio | "
+    "seconds | speed-up (95 %) | without prefill |\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -223,11 +224,10 @@ def extraction_table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         gap, ratio, fields = row["difference"], row["speedup"], row["fields"]
         lines.append(
-            f"| {row['tasks']} ({row['count']}) | {fields} | {row['right_serial'] / fields:.1%} "
-            f"| {row['right_parallel'] / fields:.1%} "
+            f"| {row['tasks']} ({row['count']}) | {row['mode']} | {row['right'] / fields:.1%} of {fields} "
             f"| {100 * gap['mean']:+.1f} ({100 * gap['low']:+.1f} to {100 * gap['high']:+.1f}) points "
-            f"| {row['agreement']['mean']:.1%} | {row['steps_serial']:.1f} | {row['steps_parallel']:.1f} "
-            f"| {row['step_ratio']:.2f}x | {row['seconds_serial']:.2f} | {row['seconds_parallel']:.2f} "
-            f"| {ratio['mean']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f}) | {row['decoding_speedup']:.2f}x |"
+            f"| {row['agreement']['mean']:.1%} | {row['equal']} | {row['steps']:.1f} | {row['step_ratio']:.2f}x "
+            f"| {row['seconds']:.2f} | {ratio['mean']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f}) "
+            f"| {row['decoding_speedup']:.2f}x |"
         )
     return "\n".join(lines)

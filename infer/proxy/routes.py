@@ -160,6 +160,9 @@ class _Proxy:
         prompt = self._encode(messages, body.chat_template_kwargs)
         values = {name: value for name, value in body.sampling_values().items() if PARAMETERS[name].proxy is not None}
         fields = body.aspd.fields or "serial"
+        if fields == "exact" or body.predicted is not None:
+            name = "aspd.fields: expected serial or parallel, got exact" if fields == "exact" else "prediction: got one"
+            raise RequestError(f"{name}; an upstream does not check drafts.")
         sampling = SamplingParams(**values, **body.constraint(), fields=fields, template=body.aspd.template)
         limit = min(body.limit or self._max_new_tokens, self._max_new_tokens)
         in_order = bool(sampling.stop) or body.aspd.stream == "text"

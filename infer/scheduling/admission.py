@@ -137,6 +137,7 @@ def admission(
     arrays: dict[str, Any] = {
         "seed": np.uint32(request.seed),
         "biased": np.bool_(params.biases(config.special.title_start)),
+        "drafts_blocks": np.bool_(request.draft is not None),
         "adapter": np.int32(adapter),
         "script": np.pad(script, (0, state.cache.tokens.shape[1] - script.size)),
         "script_end": np.cumsum(lengths, dtype=np.int32),
@@ -157,7 +158,7 @@ def admission(
         "budget": request.budget,
         "content": params.max_content_tokens or request.budget,
         "arrival": arrival,
-        "rule": 0 if request.template else text_rule(forks).rule,
+        "rule": 0 if request.template or request.draft else text_rule(forks).rule,
         "stops": text_stops(forks),
     }
     made: Any = Admission(

@@ -5,9 +5,10 @@ B rows of the cache.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -133,6 +134,33 @@ class Buckets:
         below = [bucket.tokens for bucket in self.buckets if bucket.rows == best.rows and bucket.tokens < best.tokens]
         smaller = min(max(below, default=-1), need.tokens - 1)
         return best, smaller, best.tokens if best.tokens < self._largest else np.iinfo(np.int32).max
+
+    def check_passes(self, sizes: Mapping[int, int], lengths: Any) -> list[tuple[Bucket, list[int]]]:
+        """Return the passes of checks with the fewest tokens, padding included: bucket and rows of each.
+
+        Args:
+            sizes: tokens of each check, at most `PROMPT_BESIDE`, by row.
+            lengths: used slots of all rows.
+        """
+
+        def one_pass(rows: list[int]) -> tuple[Bucket, list[int]]:
+            single = self.rows == 1 or (len(rows) == 1 and not self._split)
+            tokens, slots = [sizes[row] for row in rows], max(int(lengths[row]) + sizes[row] for row in rows)
+            need = Need(1 if single else max(2, 1 + max(rows)), sum(tokens), max(tokens), slots, 0)
+            # Of several rows, one may be longer than `per_row`.
+            second = sorted(tokens)[-2] if len(rows) > 1 else 0
+            holding = (bucket for bucket in self.buckets if self.holds(bucket, need) and bucket.per_row >= second)
+            return next(holding), rows
+
+        alone = [] if self._split else [one_pass([row]) for row in sorted(sizes)]
+        groups: list[list[int]] = []
+        for row in sorted(sizes):
+            if not groups or sum(sizes[other] for other in groups[-1]) + sizes[row] > self._largest:
+                groups.append([])
+            groups[-1].append(row)
+        together = [one_pass(rows) for rows in groups]
+        passes = [each for each in (alone, together) if each]
+        return min(passes, key=lambda each: sum(bucket.tokens for bucket, _ in each))
 
     @property
     def _largest(self) -> int:

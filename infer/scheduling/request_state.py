@@ -72,7 +72,7 @@ class RequestState:
     def start(self, row: int, reused: int, prompt: RowMemory, controller: Controller, now: float) -> None:
         """Record the assignment of a row; the prompt is fed next."""
         self.row, self.reused, self.prompt, self.controller = row, reused, prompt, controller
-        self.output = RequestOutput(untagged=self.request.untagged)
+        self.output = RequestOutput(untagged=self.request.untagged or self.request.draft is not None)
         self.seconds = {"queued": now - self.submitted}
 
     def end_prefill(self, serial_steps: int, now: float) -> None:

@@ -6,13 +6,14 @@ B rows of the state.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
+from infer.decode.checking import Check, check_arrays, run_checks
 from infer.decode.decode_step import StepSummary, StopConditions, run
 from infer.decode.inputs import widest
 from infer.decode.packed import Packed
@@ -146,6 +147,22 @@ class Runner:
         conditions = StopConditions(np.int32(steps), np.int32(smaller), np.int32(larger), np.bool_(join))
         state, after = run(self._lm.params, state, conditions, self._config, bucket, drafting)
         return InFlightSteps(steps, bucket, drafting, summary, after, state, since)
+
+    def check(
+        self, state: DecodeState, checks: Mapping[int, Check], lengths: np.ndarray
+    ) -> Iterator[tuple[DecodeState, StepSummary]]:
+        """Run passes of checks; yield the state and its summary after each.
+
+        Args:
+            state: state in which the sequences wait, which is donated.
+            checks: checks by row.
+            lengths: used slots of all rows.
+        """
+        sizes, words = {row: len(one.tokens) for row, one in checks.items()}, state.token_mask.shape[3]
+        for bucket, rows in self.buckets.check_passes(sizes, lengths):
+            arrays = check_arrays({row: checks[row] for row in rows}, self.buckets.rows, words, bucket.tokens)
+            state, after = run_checks(self._lm.params, state, arrays, self._config, bucket)
+            yield state, after.read()
 
     def end(self, started: InFlightSteps, cost: StepCost | None) -> tuple[int, StepSummary]:
         """Wait for the steps; return their number and the summary of the state.

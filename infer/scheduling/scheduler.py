@@ -22,6 +22,7 @@ from infer.answers.answer import RequestOutput, Result, logged_tokens, make_resu
 from infer.answers.events import EventReader, FilledReader
 from infer.control.constraint import Constraint
 from infer.control.controller import Controller
+from infer.control.exact import Exact
 from infer.control.filling import Filling
 from infer.control.lists import Lists
 from infer.control.schemas import Schemas
@@ -175,7 +176,7 @@ class Scheduler:
         with self._lock:
             self._prefixes.reset(self._free)
 
-    def warm_up(self, alone: bool = False) -> float:
+    def warm_up(self, alone: bool = False, checks: bool = False) -> float:
         """Run `Engine.warm_up`."""
         with self._lock:
             if self._running:
@@ -187,7 +188,7 @@ class Scheduler:
             buckets = self.runner.buckets
             least = min(bucket.rows for bucket in buckets.buckets)
             programs = [bucket for bucket in buckets.buckets if bucket.rows == least or not alone]
-            compile_all(self._lm, self._config, self._state_now(), programs, logprobs=not alone)
+            compile_all(self._lm, self._config, self._state_now(), programs, not alone, checks)
             if not alone:
                 state, self._cost = measure_cost(self._lm, self._config, self._state_now(), buckets)
                 self._change(state)
@@ -286,8 +287,11 @@ class Scheduler:
             controller = Tags(self._config, self._token_classes, self._codec.text if self._codec else None)
         if request.template is not None:
             controller = Filling(request, self._schemas, self._lm.codec.text, self._config)
-        elif request.params.answer_grammar or request.params.branch_schema:
-            controller = Constraint(controller, request, self._schemas, self._config)
+        elif request.params.answer_grammar or request.params.branch_schema or request.params.prediction:
+            serial = controller = Constraint(controller, request, self._schemas, self._config)
+            if request.draft is not None:
+                draft = Filling(request, self._schemas, self._lm.codec.text, self._config)
+                controller = Exact(draft, serial, request, self._lm.codec.text)
         if request.ends_by_text:
             controller = TextEnd(controller, state.reader, filled=request.template is not None)
         return controller
@@ -328,7 +332,7 @@ class Scheduler:
                 self._take_tokens()
                 done += steps
             if decisions:
-                self._guide(decisions)
+                done += self._guide(decisions)
             summary = self._summary_now()
             ends_chunk = self._end_prefills(summary)
         self._count(summary, done, self.runner.clock() - before)
@@ -367,8 +371,8 @@ class Scheduler:
             self._summary = summary
         self._count(summary, steps, self.runner.clock() - started.start)
 
-    def _guide(self, rows: dict[int, RowGuidance]) -> None:
-        """Apply decisions for sequences, by row."""
+    def _guide(self, rows: dict[int, RowGuidance]) -> int:
+        """Apply decisions for sequences, by row; return the passes of their checks."""
         arrays = guidance_arrays(rows, len(self._rows), self._schemas.words, self._config)
         state, summary = guide(self._state_now(), arrays, self._config)
         self._change(state)
@@ -380,6 +384,15 @@ class Scheduler:
         self._summary = self._summary if texts else summary.read()
         for row, guidance in rows.items():
             self._running[row].output.apply(guidance, self._config)
+        checks, passes = {row: guidance.check for row, guidance in rows.items() if guidance.check}, 0
+        if checks:
+            for state, after in self.runner.check(self._state_now(), checks, self._summary_now().length):
+                self._change(state)
+                self._summary, passes = after, passes + 1
+                for row, segment, taken in logged_tokens(after.log):
+                    self._running[row].output.take(segment, taken, self._config)
+                    self._running[row].output.path -= sum(checks[row].known[: len(taken)])
+        return passes
 
     def _take_tokens(self) -> None:
         """Wait for the steps started last, and take their tokens; those of cancelled requests are dropped."""
@@ -443,22 +456,22 @@ class Scheduler:
         if state.row is not None:
             self._rows[state.row] = None
             if state.decoding:
-                self._prefixes.store(state.row, self._memory(state.request, state.row))
+                self._prefixes.store(state.row, self._memory(state, state.row))
         if not state.failed:
             self._adapters.release(state.request.adapter)
         if self._alone is state:
             self._alone = None
         state.update(output, self._result(state, output))
 
-    def _memory(self, request: Request, row: int) -> RowMemory:
-        """Return the contents of a row for later prompts: prompt and answer, or the prompt of a template.
+    def _memory(self, state: RequestState, row: int) -> RowMemory:
+        """Return the contents of a row for later prompts: prompt and answer, or the prompt alone.
 
-        No token of a later prompt marks the blocks of a template.
+        No token of a later prompt marks blocks without tags: those of templates, and of drafts and lists under way.
         """
-        if request.template is not None:
-            size = len(request.prompt)
-            return RowMemory(np.asarray(request.prompt, np.int32), size, size, adapter=request.adapter)
-        return read_row(row_contents(self._state_now(), np.int32(row)).read(), request.adapter)
+        prompt, adapter = state.request.prompt, state.request.adapter
+        if state.output.branch_ids:
+            return RowMemory(np.asarray(prompt, np.int32), len(prompt), len(prompt), adapter=adapter)
+        return read_row(row_contents(self._state_now(), np.int32(row)).read(), adapter)
 
     def _result(self, state: RequestState, output: RequestOutput) -> Result:
         result = make_result(

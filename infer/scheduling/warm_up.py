@@ -20,12 +20,14 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import powers
 from infer.answers.logprobs import CHUNK, lower_likeliest
+from infer.decode.checking import check_arrays, run_checks
 from infer.decode.decode_step import StopConditions, run, summarise
 from infer.decode.guidance import guidance_arrays, guide
 from infer.decode.slots import admit, append_text, copy_slots, put_bias, row_contents
 from infer.decode.state import DecodeState, EngineConfig
 from infer.request import Request, SamplingParams
 from infer.scheduling.admission import MIN_PROMPT, admission
+from infer.scheduling.buckets import PROMPT_BESIDE
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +35,21 @@ NO_STEP = StopConditions(np.int32(0), np.int32(-1), np.int32(0), np.bool_(False)
 
 
 def compile_all(
-    lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket], logprobs: bool
+    lm: LanguageModel,
+    config: EngineConfig,
+    state: DecodeState,
+    buckets: Sequence[Bucket],
+    logprobs: bool,
+    checks: bool,
 ) -> None:
     """Compile the programs of steps, and the operations on rows between steps.
 
     Args:
         state: the state, which is not changed.
         logprobs: compile the programs of log probabilities, too.
+        checks: compile the programs of checks, too.
     """
-    programs, begun = _programs(lm, config, state, buckets, logprobs), time.perf_counter()
+    programs, begun = _programs(lm, config, state, buckets, logprobs, checks), time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         names = {pool.submit(lower().compile): name for name, lower in programs}
         for number, compiled in enumerate(as_completed(names), 1):
@@ -51,7 +59,12 @@ def compile_all(
 
 
 def _programs(
-    lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket], logprobs: bool
+    lm: LanguageModel,
+    config: EngineConfig,
+    state: DecodeState,
+    buckets: Sequence[Bucket],
+    logprobs: bool,
+    checks: bool,
 ) -> list[tuple[str, Callable[[], jax.stages.Lowered]]]:
     """Return the name of each program, and a function that traces it."""
     batch, capacity = state.cache.tokens.shape
@@ -60,6 +73,9 @@ def _programs(
 
     def step(bucket: Bucket, drafting: bool) -> jax.stages.Lowered:
         return run.lower(lm.params, state, NO_STEP, config, bucket, drafting)
+
+    def check(bucket: Bucket) -> jax.stages.Lowered:
+        return run_checks.lower(lm.params, state, check_arrays({}, batch, words, bucket.tokens), config, bucket)
 
     def prompt(size: int) -> jax.stages.Lowered:
         request = Request((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
@@ -77,9 +93,13 @@ def _programs(
     def guidance(size: int) -> jax.stages.Lowered:
         return guide.lower(state, guidance_arrays({}, batch, words, config, size), config)
 
+    # A row checks at most `PROMPT_BESIDE` tokens.
+    wide = (bucket for bucket in buckets if checks and bucket.max_per_row > 1)
+    checked = [bucket for bucket in wide if bucket.rows > 1 or bucket.tokens <= PROMPT_BESIDE]
     bias = np.zeros(state.bias.shape[1], np.float32)
     prompts, segments = powers(MIN_PROMPT, capacity), (1, *powers(branches, batch * branches))
     return [
+        *((f"checks, {bucket}", partial(check, bucket)) for bucket in checked),
         *(
             (f"{bucket}, drafts {drafting}", partial(step, bucket, drafting))
             for bucket in buckets

@@ -23,6 +23,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.progress import programs_compiled
 from aspd_jax.tool_format import read_tool_format
 from infer.answers.answer import Result
+from infer.answers.values import answer_values
 from infer.engine import Engine
 from infer.request import PromptTooLong, SamplingParams
 from infer.request import Request as DecodingRequest
@@ -324,12 +325,15 @@ class _Server:
         params = body.params(self._config, choice)
         if calls is not None:
             params = replace(params, json_schema=None, fields="serial")
-            parallel = (body.aspd.fields or self._config.fields) == "parallel"
-            if parallel and calls.template is not None:
+            fields = body.aspd.fields or self._config.fields
+            if fields == "parallel" and calls.template is not None:
                 if body.stream and body.aspd.stream == "branches":  # a call is read in its order
                     raise RequestError("aspd.stream: expected text for arguments in parallel, got branches")
                 return replace(params, template=calls.template)
-            return replace(params, grammar=calls.grammar, end_at_repeat=calls.repeats)
+            params = replace(params, grammar=calls.grammar, end_at_repeat=calls.repeats)
+            if fields == "exact" and calls.template is not None:
+                return replace(params, fields=fields, template=calls.template)
+            return params
         if body.aspd.content is None:
             return params
         lm = self._engine.lm
@@ -368,10 +372,11 @@ class _Server:
             form.choice(number, result, values)
             for number, (result, values) in enumerate(zip(finished, logprobs, strict=True))
         ]
-        answer = {**head, "object": form.whole, "choices": choices, "usage": usage(finished, body.choices)}
+        counted = usage(finished, body.choices, body.predicted is not None)
+        answer = {**head, "object": form.whole, "choices": choices, "usage": counted}
         if body.aspd.statistics:
-            compiled = programs_compiled() - compiled_before
-            answer["aspd"] = [statistics(result, compiled) for result in finished]
+            pairs = zip(tickets, finished, strict=True)
+            answer["aspd"] = [_extension(ticket, result, compiled_before) for ticket, result in pairs]
         return answer
 
     async def _results(self, tickets: Sequence[Ticket]) -> list[Result]:
@@ -422,12 +427,12 @@ class _Server:
                     choices += form.closing(number, end, logprobs)
                 events = [{**head, "choices": [choice], **extra} for choice in choices]
                 if end is not None and body.aspd.statistics:
-                    events[-1]["aspd"] = statistics(end, programs_compiled() - compiled_before)
+                    events[-1]["aspd"] = _extension(tickets[number], end, compiled_before)
                 if events:
                     yield events
             if body.with_usage:
                 finished = [results[number] for number in range(len(tickets))]
-                yield [{**head, "choices": [], "usage": usage(finished, body.choices)}]
+                yield [{**head, "choices": [], "usage": usage(finished, body.choices, body.predicted is not None)}]
         except TimeoutError:
             yield [error_body(f"no answer within {self._config.timeout:g} s", "timeout", "timeout")]
         except Broken:
@@ -463,3 +468,12 @@ class _Server:
             raise Broken
         prompt = len(ticket.request.prompt) if ticket.request.echo else 0
         return form.logprobs(ticket.logprobs, self._engine.lm.codec.text, prompt)
+
+
+def _extension(ticket: Ticket, result: Result, compiled_before: int) -> dict[str, Any]:
+    """Return the statistics of an answer, and with log probabilities of a JSON answer those of its values."""
+    found = statistics(result, programs_compiled() - compiled_before)
+    request = ticket.request
+    if ticket.logprobs is None or request.params.json_schema is None or request.echo:
+        return found
+    return found | {"values": [value._asdict() for value in answer_values(result.text, ticket.logprobs)]}

@@ -33,7 +33,7 @@ class ServerConfig:
         timeout: maximum seconds from request to last token.
         chunk: streaming interval in seconds, rounded to whole steps.
         drain: seconds that running requests have to finish when the server stops.
-        fields: how fields of JSON schemas are decoded where a request does not say: `serial` or `parallel`.
+        fields: how fields of JSON schemas are decoded where a request does not say: `serial`, `parallel` or `exact`.
         warm_up: programs that are compiled before the server is ready: `none`, `first` (those of single requests), or
             `all`.
     """

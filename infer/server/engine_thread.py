@@ -197,7 +197,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             if self._config.warm_up != "none":
-                log.info("warmed up in %.1f s", self.engine.warm_up(alone=self._config.warm_up == "first"))
+                alone, checks = self._config.warm_up == "first", self._config.fields == "exact"
+                log.info("warmed up in %.1f s", self.engine.warm_up(alone, checks))
             self.ready.set()
             while self._run_command():
                 pass

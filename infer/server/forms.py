@@ -25,17 +25,25 @@ Answer: TypeAlias = dict[str, Any] | Chunks
 LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # other ends of lines are always escaped in JSON
 
 
-def usage(results: Sequence[Result], answers: int) -> dict[str, Any]:
+def usage(results: Sequence[Result], answers: int, predicted: bool) -> dict[str, Any]:
     """Return OpenAI's usage object.
 
     Args:
         results: results, `answers` consecutive ones for each prompt.
         answers: number of answers per prompt.
+        predicted: whether the request has a prediction: include its accepted and rejected tokens.
     """
     prompt = sum(result.stats.prompt_tokens for result in results[::answers])
     cached = sum(result.stats.reused_tokens for result in results[::answers])
     generated = sum(result.stats.content_tokens for result in results)
-    return token_usage(prompt, generated) | {"prompt_tokens_details": {"cached_tokens": cached}}
+    details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": cached}}
+    if predicted:
+        drafted, accepted = (
+            sum(getattr(r.stats, f"{name}_tokens") for r in results) for name in ("drafted", "accepted")
+        )
+        tokens = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        details["completion_tokens_details"] = tokens
+    return token_usage(prompt, generated) | details
 
 
 def token_usage(prompt: int, generated: int) -> dict[str, int]:

@@ -125,8 +125,8 @@ class Aspd(Strict):
         statistics: return the cost of the answer, its structure and its `token_ids`. A later request that sends these
             as `aspd.token_ids` of the message continues after the blocks of the answer.
         branch_format: response format of the text of every branch.
-        fields: `parallel`: the fields of the response format's JSON schema are decoded in parallel; `serial`: one after
-            the other. Default: the server's.
+        fields: how the fields of the response format's JSON schema are decoded: `parallel`; `serial`: one after the
+            other; `exact`: the answer of `serial`, drafted in parallel. Default: the server's.
         lists: `parallel`: in adaptive mode, lists of a chat model without tags are decoded in parallel; `serial`: one
             item after the other. Default: the server's.
         template: literal text with holes `{name}`, which are filled in parallel (`aspd_jax.template.Template`).
@@ -242,6 +242,19 @@ class ChatMessage(Message):
         return super().plain | calls | answers
 
 
+class Prediction(Strict):
+    """A text that most of the answer equals."""
+
+    type: Literal["content"]
+    content: Annotated[str, Field(min_length=1)] | Annotated[list[Part], Field(min_length=1)]
+
+    @property
+    def text(self) -> str | None:
+        """Return the text; None: it is empty."""
+        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
+        return "".join(parts) or None
+
+
 class StreamOptions(Strict):
     """Options of a stream in OpenAI's form; `continuous_usage_stats` (vLLM) adds the usage so far to every chunk."""
 
@@ -298,8 +311,9 @@ class Common(SamplingFields):
 
     @model_validator(mode="after")
     def _templates_alone(self) -> Self:
-        if self.aspd.fields == "parallel" and "json_schema" not in self.grammar and not getattr(self, "tools", None):
-            raise fault("fields: expected a JSON schema or tools beside parallel, got neither", "aspd")
+        fields = self.aspd.fields or "serial"
+        if fields != "serial" and "json_schema" not in self.grammar and not getattr(self, "tools", None):
+            raise fault(f"fields: expected a JSON schema or tools beside {fields}, got neither", "aspd")
         if self.aspd.template is not None and (self.grammar or self.aspd.content):
             raise fault("template: expected neither response_format nor content beside it, got one", "aspd")
         return self
@@ -323,6 +337,11 @@ class Common(SamplingFields):
     @abstractmethod
     def alternatives(self) -> int | None:
         """Return the number of likeliest tokens to list at each token; None: no log probabilities."""
+
+    @property
+    def predicted(self) -> str | None:
+        """Return a text that the answer may have; None: there is none."""
+        return None
 
     @property
     def functions(self) -> list[Function]:
@@ -424,6 +443,7 @@ class Common(SamplingFields):
             max_new_tokens=config.max_new_tokens,
             max_content_tokens=limit,
             template=self.aspd.template,
+            prediction=self.predicted,
             **values,
         )
 
@@ -444,6 +464,8 @@ def check_calling(body: Common, format_field: str) -> None:
         raise fault("content: expected no tools beside it, or tool_choice: none, got tools", "aspd")
     if body.aspd.template is not None:
         raise fault("template: expected no tools beside it, or tool_choice: none, got tools", "aspd")
+    if body.predicted is not None:
+        raise fault("expected no tools beside it, or tool_choice: none, got tools", "prediction")
     if set(body.grammar) - {"json_schema"}:
         raise fault(f"expected no constraint but {format_field} beside tools, or tool_choice: none, got one", "tools")
 
@@ -509,6 +531,7 @@ class ChatRequest(Completion):
         "top_logprobs": Neutral((0,)),
         "tool_choice": Neutral(),
         "parallel_tool_calls": Neutral(),
+        "prediction": Neutral(),
     }
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
@@ -520,6 +543,7 @@ class ChatRequest(Completion):
     max_completion_tokens: Limit | None = None
     logprobs: StrictBool | None = False
     top_logprobs: TopLogprobs | None = None
+    prediction: Prediction | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -559,6 +583,11 @@ class ChatRequest(Completion):
     def template_variables(self) -> dict[str, Any]:
         """Return what `Common` describes."""
         return self.chat_template_kwargs
+
+    @property
+    def predicted(self) -> str | None:
+        """Return what `Common` describes."""
+        return None if self.prediction is None else self.prediction.text
 
     @model_validator(mode="after")
     def _alternatives_of_logprobs(self) -> Self:

@@ -83,7 +83,7 @@ REQUEST: Mapping[str, Neutral] = {
     "user": _ANY_TEXT,
     "metadata": _ANY_OBJECT,
     "store": Neutral((False,), reason="answers are not stored"),
-    "prediction": Neutral(reason="predicted outputs are not supported"),
+    "prediction": Neutral(reason="chat completions have it"),
     "modalities": Neutral((["text"], []), reason=_AUDIO),
     "audio": Neutral(reason=_AUDIO),
     "web_search_options": Neutral(reason="web search is not supported"),

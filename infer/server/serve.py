@@ -22,7 +22,7 @@ def follow(engine: Engine, config: ServerConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     if config.warm_up != "none":
-        engine.warm_up(alone=config.warm_up == "first")
+        engine.warm_up(config.warm_up == "first", config.fields == "exact")
     Lockstep(engine).follow()
 
 

@@ -34,7 +34,7 @@ BODIES: dict[type[Strict], dict[str, Any]] = {
 }
 LIMITS = {"minimum": "ge", "exclusiveMinimum": "gt", "maximum": "le", "exclusiveMaximum": "lt"}
 LIMITS |= {name: name for name in LIMITS.values()}  # pydantic's words for integers that may be written as 5.0
-OWN_FIELDS = ("n", "logprobs")  # of HTTP, in the form of each endpoint
+OWN_FIELDS = ("n", "logprobs", "prediction")  # of HTTP, in the form of each endpoint
 GENERATE = ["generate", "--prompt", "Hi"]
 
 

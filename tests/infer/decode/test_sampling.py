@@ -141,6 +141,7 @@ def limits(top_k: list[int], top_p: list[float], min_p: list[float]) -> RequestA
         frequency_penalty=jnp.zeros(lanes),
         presence_penalty=jnp.zeros(lanes),
         biased=jnp.zeros(lanes, bool),
+        drafts_blocks=jnp.zeros(lanes, bool),
         min_tokens=jnp.zeros(lanes, jnp.int32),
         max_branch_tokens=jnp.ones(lanes, jnp.int32),
         adapter=jnp.full(lanes, -1),

@@ -123,11 +123,11 @@ def test_tasks_of_another_form_are_refused(change: dict[str, Any], tmp_path: Pat
 
 def test_answers_without_a_field_do_not_agree_on_it() -> None:
     def decoded(mode: str, values: dict[str, Any]) -> Decoded:
-        return Decoded("1", mode, 2, values, {"a": False, "b": False}, 4, 1.0, 0.5)
+        return Decoded("1", mode, 2, values, {"a": False, "b": False}, 4, 1.0, 0.5, [1])
 
     def agreement(serial: dict[str, Any], parallel: dict[str, Any]) -> float:
         return float(
-            summarise_extraction([decoded("serial", serial), decoded("parallel", parallel)])[0]["agreement"]["mean"]
+            summarise_extraction([decoded("serial", serial), decoded("parallel", parallel)])[1]["agreement"]["mean"]
         )
 
     assert agreement({}, {}) == agreement({}, {"a": None}) == 0

@@ -501,7 +501,7 @@ def programs_compiled(names: list[str]) -> int:
 def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
     """Check every kind of request, alone and beside others."""
     own = Engine(lm, max_length=128, max_batch=2, max_branches=2, max_title_tokens=1)
-    assert own.warm_up() > 0
+    assert own.warm_up(checks=True) > 0
     assert (cost := own.debug_state().cost) is not None and cost.milliseconds(1, 128) > 0
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
@@ -518,9 +518,11 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
         {"script": ((40, 41, 42),)},
         {"max_content_tokens": 0},
         {"logit_bias": {own.config.special.title_start: 100.0}},
+        {"json_schema": {"properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}}, "fields": "exact"},
+        {"prediction": "Of the rain in the rain of the night"},
     ]
     params = [SamplingParams(**{**hot, "seed": number} | kind) for number, kind in enumerate(kinds)]
-    prompts = [[40 + n % 50 for n in range(size)] for size in (1, 2, 5, 40, 90, 3, 33, 64, 7, 20, 4)]
+    prompts = [[40 + n % 50 for n in range(size)] for size in (1, 2, 5, 40, 90, 3, 33, 64, 7, 20, 4, 12, 9)]
     results = own.generate(prompts, params)
     for number, kind in enumerate(params):
         results += own.generate([prompts[number]], kind)

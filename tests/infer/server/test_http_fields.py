@@ -67,6 +67,28 @@ def test_fields_in_parallel(client: TestClient) -> None:
     assert reply["aspd"][0]["statistics"]["steps"] * 2 < serial["steps"]
 
 
+def test_exact_fields(client: TestClient) -> None:
+    """Check that answers, streams and log probabilities are those of serial mode."""
+    asked: dict[str, Any] = {"response_format": FORMAT, "logprobs": True, "top_logprobs": 2, "min_tokens": 40}
+    serial, exact = (
+        ask(client, **asked, aspd={"fields": name, "statistics": True}).json() for name in ("serial", "exact")
+    )
+    assert serial["choices"] == exact["choices"] and serial["usage"]["total_tokens"] == exact["usage"]["total_tokens"]
+    assert exact["aspd"][0]["statistics"]["discarded_tokens"] > 0, "the fields were drafted"
+    assert [value["pointer"] for value in exact["aspd"][0]["values"]][:3] == [
+        "/name",
+        "/address/street",
+        "/address/zip",
+    ]
+    assert exact["aspd"][0]["values"] == serial["aspd"][0]["values"]
+    deltas = [
+        chunk["choices"][0]["delta"].get("content", "") for chunk in chunks(client, **asked, aspd={"fields": "exact"})
+    ]
+    assert "".join(deltas) == serial["choices"][0]["message"]["content"]
+    refused = ask(client, aspd={"fields": "exact"})
+    assert refused.status_code == 400 and "fields: expected a JSON schema or tools beside exact" in refused.text
+
+
 def test_streams_join_to_the_answer(client: TestClient) -> None:
     asked: dict[str, Any] = {"response_format": FORMAT, "aspd": {"fields": "parallel"}}
     whole = ask(client, **asked).json()["choices"][0]["message"]["content"]
@@ -96,15 +118,19 @@ def test_arguments_of_a_named_function(demo_engine: Engine) -> None:
     asked: dict[str, Any] = {"tools": [tool], "tool_choice": named}
     once = asked | {"tool_choice": "required", "parallel_tool_calls": False}
     with TestClient(make_app(demo_engine, ServerConfig(name="m", max_new_tokens=300, warm_up="none"))) as client:
-        for fields, branches in (("parallel", 4), ("serial", 0)):
+        called = []
+        for fields, branches in (("parallel", 4), ("exact", 0), ("serial", 0)):
             reply = ask(client, **asked, aspd={"fields": fields, "statistics": True}).json()
             (call,) = reply["choices"][0]["message"]["tool_calls"]
             assert call["function"]["name"] == "order" and valid(call["function"]["arguments"], LATER)
             assert reply["choices"][0]["finish_reason"] == "tool_calls"
             assert reply["aspd"][0]["statistics"]["branches"] == branches
+            assert (reply["aspd"][0]["statistics"]["discarded_tokens"] > 0) == (fields == "exact")
+            called.append(call["function"])
             single = ask(client, **once, aspd={"fields": fields, "statistics": True}).json()
             assert single["choices"][0]["message"]["tool_calls"][0]["function"] == call["function"]
             assert single["aspd"][0]["statistics"]["branches"] == branches
+        assert called[1] == called[2], "exact arguments are the serial ones"
         other = tool | {"function": tool["function"] | {"name": "refund"}}
         for more in ({"parallel_tool_calls": True}, {"tools": [tool, other]}, {"tool_choice": "auto"}):
             reply = ask(client, **once | more, aspd={"fields": "parallel", "statistics": True}).json()
