@@ -87,6 +87,10 @@ def add(commands: Any) -> None:
         "serial answer (exact); requests may override it",
     )  # fmt: skip
     serve.add_argument(
+        "--calibration", choices=("none", "orders", "prior"), default="orders",
+        help="decisions: options in one order, in several orders, or these without the prior; requests may override it",
+    )  # fmt: skip
+    serve.add_argument(
         "--warm-up", nargs="?", choices=("none", "first", "all"), const="all", default="first",
         help="programs to compile before the server is ready: none, those of requests that arrive alone, or all",
     )  # fmt: skip
@@ -179,6 +183,7 @@ def run_serve(options: argparse.Namespace) -> None:
         chunk=options.chunk,
         drain=options.drain,
         fields=options.fields,
+        calibration=options.calibration,
         warm_up=options.warm_up,
     )
     if config.name in _named(options.adapters):

@@ -76,14 +76,16 @@ class Chat:
 
         def hide(value: Any) -> Any:
             if isinstance(value, str):
-                return self._hide_text(value)
+                return self.hide_text(value)
             if isinstance(value, Mapping):
                 return {hide(key): hide(item) for key, item in value.items()}
             return [hide(item) for item in value] if isinstance(value, (list, tuple)) else value
 
         return dict(hide(fields))
 
-    def _hide_text(self, text: str) -> str:
+    def hide_text(self, text: str) -> str:
+        """Return a text with placeholders for the special tokens that it spells."""
+
         def mark(found: re.Match[str]) -> str:
             self._spelt.append(found[0])
             return f"{self._sign}s{len(self._spelt) - 1}\ue001"
@@ -172,7 +174,7 @@ class Chat:
         text = segments[0]
         for answer, after in zip(answers, segments[1:], strict=True):
             if isinstance(answer, str):
-                text += self._hide_text(answer) + after
+                text += self.hide_text(answer) + after
             else:
                 ids += [*self.encode(text), *map(int, answer)]
                 text = after
@@ -333,12 +335,60 @@ def encode_history(
         segments, shown = [*segments, ""], [*chat.answers(len(messages) - 1), beginning]
     else:
         segments, shown = chat.prompt(len(messages)), chat.answers(len(messages))
+    return chat.join(segments, _answers(messages, shown, decoded))
+
+
+def _answers(
+    messages: Sequence[Mapping[str, Any]], shown: Sequence[str], decoded: Callable[[int], Sequence[int] | None]
+) -> list[str | Sequence[int]]:
+    """Return the earlier answers of a conversation as token ids, or as the text that the template shows."""
     places = [place for place, message in enumerate(messages) if is_answer(message)]
     answers: list[str | Sequence[int]] = []
     for place, text in zip(places, shown, strict=True):
         ids = decoded(place) if messages[place]["content"].strip() == text.strip() else None
         answers.append(text if ids is None else ids)
-    return chat.join(segments, answers)
+    return answers
+
+
+def encode_questions(
+    tokenizer: Any,
+    codec: TextCodec,
+    messages: Sequence[Mapping[str, Any]],
+    questions: Sequence[str],
+    variables: Mapping[str, Any] = MappingProxyType({}),
+    decoded: Callable[[int], Sequence[int] | None] = lambda place: None,
+) -> tuple[list[int], list[list[int]]]:
+    """Return the token ids of what conversations share that differ in a question at their end, and of each rest.
+
+    A question continues the last message of the user, or is a message of its own behind another one. The rest is
+    encoded apart from what is shared, and ends with the generation prompt.
+
+    Args:
+        tokenizer, codec, messages, variables, decoded: see `encode_history`.
+        questions: texts of the questions, with what separates them from the input.
+
+    Raises:
+        ConversationError: the chat template refuses the conversation, or changes a message.
+    """
+    said = "".join(text for message in messages for text in _strings(message)) + "".join(questions)
+    mark = "\ue002"
+    while mark in said:
+        mark += "\ue002"
+    *before, last = messages or [{"role": "user", "content": ""}]
+    if last["role"] == "user":
+        marked = [*before, {**last, "content": last["content"] + mark}]
+    else:
+        marked = [*messages, {"role": "user", "content": mark}]
+    chat = Chat(tokenizer, codec, marked, variables)
+    *segments, end = chat.prompt(len(marked))
+    shared, found, rest = end.partition(mark)
+    if not found:
+        raise ConversationError("messages: expected a chat template that shows the last message unchanged, got others")
+    answers = _answers(messages, chat.answers(len(marked)), decoded)
+    return (
+        chat.join([*segments, shared], answers),
+        [chat.encode(chat.hide_text(question) + rest) for question in questions],
+    )
 
 
 def encode_prompt(tokenizer: Any, codec: TextCodec, text: str) -> list[int]:

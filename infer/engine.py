@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any, TypeAlias, get_args
 
 import numpy as np
 
-from aspd_jax.chat import encode_history, encode_prompt, message_texts
+from aspd_jax.chat import encode_history, encode_prompt, encode_questions, message_texts
 from aspd_jax.errors import AspdError, RequestError, StructureError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import check_choice
@@ -24,11 +25,36 @@ from infer.answers.values import answer_values
 from infer.control.filling import check_template
 from infer.control.schemas import Schemas
 from infer.control.tags import check_tags
+from infer.decisions import (
+    MAX_ORDERS,
+    MAX_PRIORS,
+    MAX_QUESTIONS,
+    NEUTRAL,
+    NO_THOUGHT,
+    Asked,
+    AskedInput,
+    Calibration,
+    Decision,
+    Question,
+    Scores,
+    decide,
+    read_labels,
+)
+from infer.decode.scoring import MAX_READS
 from infer.decode.state import MAX_BRANCHES, DraftSource, EngineConfig
-from infer.request import MAX_TITLE_TOKENS, ListMode, Mode, PromptTooLong, Request, SamplingParams, Stream
+from infer.request import (
+    MAX_TITLE_TOKENS,
+    ListMode,
+    Mode,
+    PromptTooLong,
+    Request,
+    SamplingParams,
+    ScoredBranch,
+    Stream,
+)
 from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import prompt_layout
-from infer.scheduling.buckets import Buckets, capacity_for
+from infer.scheduling.buckets import MAX_TOKENS, Buckets, capacity_for
 from infer.scheduling.handle import DebugState, Handle
 from infer.scheduling.runner import DraftControl
 from infer.scheduling.scheduler import Scheduler, StepStats
@@ -121,6 +147,7 @@ class Engine:
             mesh=lm.mesh,
         )
         self.adapters = AdapterSlots(lm)
+        self._priors: dict[tuple[int, Question], np.ndarray] = {}
         self._schemas = Schemas(lm, self.config)
         self._scheduler = Scheduler(
             lm,
@@ -204,13 +231,7 @@ class Engine:
         An answer is encoded as plain text or, with `token_ids`, as these tokens, blocks included: then a follow-up turn
         reuses the cache.
         """
-        tokenizer = self._tokenizer()
-        if tokenizer.chat_template is None:
-            raise RequestError("prompt: expected text, got messages; this model has no chat template.")
-        for number, message in enumerate(messages):
-            if not all(isinstance(message.get(key), str) for key in ("role", "content")):
-                raise RequestError(f"message {number}: expected strings in 'role' and 'content', got another type.")
-        messages, tools = tool_conversation(tokenizer, messages, tools)
+        tokenizer, (messages, tools) = self._tokenizer(), self._conversation(messages, tools)
         if continue_final_message != (messages[-1]["role"] == "assistant"):
             if continue_final_message:
                 raise RequestError(
@@ -221,6 +242,16 @@ class Engine:
             tokenizer, self.lm.codec.text, messages, continue_final_message, chat_template_kwargs, tools,
             decoded=lambda place: self._decoded(place, messages[place]),
         )  # fmt: skip
+
+    def _conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Any:
+        """Return messages and tools in the form of the chat template."""
+        tokenizer = self._tokenizer()
+        if tokenizer.chat_template is None:
+            raise RequestError("prompt: expected text, got messages; this model has no chat template.")
+        for number, message in enumerate(messages):
+            if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+                raise RequestError(f"message {number}: expected strings in 'role' and 'content', got another type.")
+        return tool_conversation(tokenizer, messages, tools)
 
     def _decoded(self, place: int, message: Mapping[str, Any]) -> list[int] | None:
         """Return the `token_ids` of an answer without end of text; None: the message has none that apply.
@@ -419,6 +450,114 @@ class Engine:
             lists=writes_lists,
             drafts=draft is not None,
         )
+
+    def check_branches(self, prompt: Prompt, branches: Sequence[ScoredBranch], adapter: str = "") -> Request:
+        """Return a checked request for the log probabilities of known branches (`Result.scores`).
+
+        Args:
+            prompt: text, messages or token ids.
+            branches: branches that follow the prompt and do not see each other.
+            adapter: name of an adapter of `adapters`; empty for the base model.
+
+        Raises:
+            RequestError: there is no branch, one has no tokens or reads what it cannot, or they exceed `max_length`.
+        """
+        request = self.check(prompt, None, "serial", adapter)
+        if not branches:
+            raise RequestError("branches: expected at least one, got none.")
+        for branch in branches:
+            self._check_ids([*branch.tokens, *branch.ids], "branches: ")
+            places = branch.places
+            inside = set(places) <= set(range(len(branch.tokens)))
+            if not branch.tokens or len(places) != len(branch.ids) or list(places) != sorted(places) or not inside:
+                raise RequestError("branches: expected tokens, and ascending places of them with an id each.")
+            if max(Counter(places).values(), default=0) > MAX_READS:
+                raise RequestError(f"branches: expected at most {MAX_READS} ids after a token, got more.")
+        longest, left = max(len(branch.tokens) for branch in branches), self.max_length - len(request.prompt)
+        if longest > left:
+            raise PromptTooLong(
+                f"branches: expected at most {left} tokens behind a prompt of {len(request.prompt)} (max_length: "
+                f"{self.max_length}), got {longest}."
+            )
+        room = min(left, max(longest, MAX_TOKENS), sum(len(branch.tokens) for branch in branches))
+        return replace(request, budget=room, scored=tuple(branches))
+
+    def score(
+        self, prompt: Prompt, branches: Sequence[ScoredBranch], adapter: str = ""
+    ) -> tuple[tuple[float, ...], ...]:
+        """Return the log probabilities that are read in known branches; for arguments and errors see `check_branches`.
+
+        In float32, those of a branch do not depend on the others.
+        """
+        return self.submit_checked(self.check_branches(prompt, branches, adapter)).wait().scores
+
+    def decide(
+        self, prompt: Prompt, questions: Sequence[Question], calibration: Calibration = "orders", adapter: str = ""
+    ) -> list[Decision]:
+        """Answer questions about an input, each alone, with probabilities and without text (docs/decisions.md).
+
+        Args:
+            prompt: the input: text, which is a message of the user, or messages.
+            questions: the questions; an answer does not depend on the others.
+            calibration: `none`: the options are shown in one order; `orders`: in several, whose probabilities are
+                averaged; `prior`: in several, and the probabilities of a neutral input are divided out.
+            adapter: name of an adapter of `adapters`; empty for the base model.
+
+        Raises:
+            RequestError: there is no question, there are too many, or they are too long; nothing has been decoded.
+        """
+        asked = self.ask(prompt, questions, calibration, adapter)
+        handles = [self.submit_checked(one.request) for one in asked.asked]
+        return self.read_decisions(asked, [handle.wait().scores for handle in handles])
+
+    def ask(
+        self, prompt: Prompt, questions: Sequence[Question], calibration: Calibration = "orders", adapter: str = ""
+    ) -> Asked:
+        """Return the checked requests of `decide`, whose scores `read_decisions` reads."""
+        check_choice("calibration", calibration, Calibration)
+        if not 1 <= len(questions) <= MAX_QUESTIONS:
+            raise RequestError(f"questions: expected 1 to {MAX_QUESTIONS}, got {len(questions)}.")
+        different = list(dict.fromkeys(questions))
+        orders = 1 if calibration == "none" else MAX_ORDERS
+        asked = [self._ask(prompt, different, orders, adapter)]
+        if calibration != "prior":
+            return Asked(tuple(questions), asked, None)
+        number = asked[0].request.adapter
+        known = {one: self._priors[number, one] for one in different if (number, one) in self._priors}
+        if new := [one for one in different if one not in known]:
+            asked.append(self._ask(NEUTRAL, new, orders, adapter))
+        return Asked(tuple(questions), asked, known)
+
+    def read_decisions(self, asked: Asked, scores: Sequence[Scores]) -> list[Decision]:
+        """Return the answers to questions from the scores of their requests."""
+        first, *neutral = [one.read(read) for one, read in zip(asked.asked, scores, strict=True)]
+        priors = dict(asked.priors or {}) | (neutral[0] if neutral else {})
+        self._priors |= {(asked.asked[0].request.adapter, one): prior for one, prior in priors.items()}
+        for oldest in list(self._priors)[:-MAX_PRIORS]:
+            self._priors.pop(oldest, None)
+        return [decide(first[question], priors.get(question)) for question in asked.questions]
+
+    def _ask(self, prompt: Prompt, questions: Sequence[Question], orders: int, adapter: str) -> AskedInput:
+        codec, tokenizer = self.lm.codec.text, self._tokenizer()
+        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if not messages or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestError("prompt: expected text or messages for decisions, got others.")
+        messages, _ = self._conversation(messages, ())
+        variants = {question: question.variants(orders) for question in questions}
+        texts = [f"\n\n{text}" for shown in variants.values() for text, _ in shown]
+        shared, leads = encode_questions(
+            tokenizer, codec, messages, texts, NO_THOUGHT, lambda place: self._decoded(place, messages[place])
+        )
+        rest = iter(leads)
+        labels = {
+            question: [read_labels(codec, next(rest), names) for _, names in shown]
+            for question, shown in variants.items()
+        }
+        branches = [branch for shown in labels.values() for order in shown for branch in order.branches]
+        try:
+            return AskedInput(self.check_branches(shared, branches, adapter), labels)
+        except PromptTooLong as error:
+            raise PromptTooLong(str(error).replace("branches: ", "questions: ", 1)) from None
 
     def _writes_lists(self, params: SamplingParams, adapter: str, lists: ListMode) -> bool:
         """Return whether lists are decoded in parallel without tags: of a chat model that was not trained with them."""

@@ -18,7 +18,7 @@ from aspd_jax.errors import AspdError
 from aspd_jax.processes import broadcast
 from infer.answers.answer import Result, TokenLogprob
 from infer.engine import Engine
-from infer.request import Request, SamplingParams
+from infer.request import Request, SamplingParams, ScoredBranch
 from infer.scheduling.handle import Handle
 
 log = logging.getLogger("aspd.server")
@@ -56,7 +56,8 @@ class StepCommand:
 
 
 def _request(fields: dict[str, Any]) -> Request:
-    sequences = {name: tuple(fields[name]) for name in ("prompt", "messages")}
+    sequences: dict[str, Any] = {name: tuple(fields[name]) for name in ("prompt", "messages")}
+    sequences["scored"] = tuple(ScoredBranch(*map(tuple, branch)) for branch in fields["scored"])
     return Request(**fields | sequences | {"params": SamplingParams(**fields["params"])})
 
 

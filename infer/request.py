@@ -433,6 +433,20 @@ def _descriptions() -> dict[str, str]:
 PARAMETERS: Mapping[str, Parameter] = _declared_parameters()
 
 
+class ScoredBranch(NamedTuple):
+    """A branch of known tokens, and next tokens whose log probabilities are read in it (protocol, section 5).
+
+    Attributes:
+        tokens: token ids of the branch.
+        places: indices of tokens of the branch, ascending, after which a log probability is read.
+        ids: token id that is read at each of them.
+    """
+
+    tokens: tuple[int, ...]
+    places: tuple[int, ...]
+    ids: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Request:
     """A checked request; the form that all parts of the host share, from HTTP to the scheduler and other processes.
@@ -452,6 +466,7 @@ class Request:
         messages: texts of the messages of the prompt, the last of which the answer is for.
         lists: whether lists of the answer are decoded in parallel (adaptive mode of a model without tags).
         drafts: whether a draft of the answer is decoded in parallel, and then checked (exact fields).
+        scored: branches whose log probabilities are the answer, instead of text.
     """
 
     prompt: tuple[int, ...]
@@ -467,6 +482,7 @@ class Request:
     messages: tuple[str, ...] = ()
     lists: bool = False
     drafts: bool = False
+    scored: tuple[ScoredBranch, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, Mode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ class Statistics:
         discarded_tokens: number of sampled tokens that are no part of the answer: titles that repeat another of their
             block or are similar to it, and leads without end; they took steps, too.
         drafted_tokens, accepted_tokens: number of draft tokens, and of accepted ones.
+        scored_tokens: number of tokens of known branches.
         decisions: times that the sequence waited for a decision of the host.
         seconds: wall time since submission by phase: queued, prefill, serial, parallel (fork and merge included),
             total; first_token: time to the first token; deciding: time of the decisions. A step of a batch counts in
@@ -50,6 +52,7 @@ class Statistics:
     discarded_tokens: int
     drafted_tokens: int
     accepted_tokens: int
+    scored_tokens: int = 0
     decisions: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -113,6 +116,7 @@ class Result:
         values: leaves of an answer that follows a JSON schema, with their log probabilities; None: see `logprobs`.
         others: the further answers to the prompt (`SamplingParams.n`), in order.
         error: why the answer ended with `error`; empty: it did not.
+        scores: log probabilities of `Request.scored`, those of each branch in the order of its places.
     """
 
     text: str
@@ -125,6 +129,7 @@ class Result:
     values: list[Value] | None = None
     others: tuple[Result, ...] = ()
     error: str = ""
+    scores: tuple[tuple[float, ...], ...] = ()
 
     @property
     def outputs(self) -> tuple[Result, ...]:
@@ -164,6 +169,8 @@ class RequestOutput:
         position: position of the next serial token to be fed, as `Cursor.position`.
         template: state of the filled template; None: none.
         shortened: whether tokens that exceed the budget of plain text are left out (`limited`).
+        scored_tokens: number of tokens of known branches that are fed.
+        scores: log probabilities read in them, by step.
     """
 
     finish: int = RUNNING
@@ -191,6 +198,8 @@ class RequestOutput:
     position: int = 0
     template: Filled | None = None
     shortened: bool = False
+    scored_tokens: int = 0
+    scores: list[list[float]] = field(default_factory=list)
 
     @property
     def critical_path(self) -> int:
@@ -458,10 +467,13 @@ def make_result(
         discarded_tokens=output.discarded,
         drafted_tokens=output.drafted,
         accepted_tokens=output.accepted,
+        scored_tokens=output.scored_tokens,
         decisions=decisions,
         seconds=dict(seconds),
     )
-    return Result(text, structure, token_ids, reason, stats, list(request.prompt))
+    read = iter([value for step in output.scores for value in step])
+    scores = tuple(tuple(islice(read, len(branch.ids))) for branch in request.scored)
+    return Result(text, structure, token_ids, reason, stats, list(request.prompt), scores=scores)
 
 
 def content_segments(config: EngineConfig, ids: list[int]) -> list[range]:

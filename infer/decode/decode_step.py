@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Int32
 
 from aspd_jax.layout import Array
-from aspd_jax.model.cache import Bucket
+from aspd_jax.model.cache import Bucket, TokenBatch
 from infer.decode.derived import derive
 from infer.decode.grammar import sample_lanes
 from infer.decode.inputs import Inputs, Lanes, StepPlan, Widths, max_lanes, next_inputs, plan_step, widths
@@ -40,10 +40,12 @@ LOG_STEPS = 16  # minimum steps of a run whose tokens fit its log
 MIN_LOG = 1024  # minimum tokens of a log
 
 
-def forward(params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, bucket: Bucket) -> tuple[Any, Any]:
+def forward(
+    params: Any, state: DecodeState, config: EngineConfig, batch: TokenBatch, bucket: Bucket
+) -> tuple[Any, Any]:
     """Run the model over the cache; return the input of the head for all lanes, [L, hidden size], and the cache."""
     model = cast(Any, config.model).clone(mesh=config.mesh)
-    hidden, cache = model.apply({"params": params}, inputs.batch, state.cache, bucket, head=False, method="decode")
+    hidden, cache = model.apply({"params": params}, batch, state.cache, bucket, head=False, method="decode")
     return hidden, cache
 
 
@@ -79,7 +81,7 @@ def step(
         [K, 3]; those of a segment in their order.
     """
     derived, inputs = plan.derived, next_inputs(state, plan, config, bucket, drafting)
-    hidden, cache = forward(params, state, config, inputs, bucket)
+    hidden, cache = forward(params, state, config, inputs.batch, bucket)
     logits = logits_of(params, config, inputs.batch.adapter[inputs.batch.logits_at], hidden)
     state = state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
     if drafting:

@@ -75,6 +75,7 @@ class RowGuidance:
         discarded: sampled tokens that are no part of the answer.
         restarts: whether `resume_at` is the last token of the prompt: the answer begins again.
         check: draft tokens that serial text feeds in a pass of its own, behind its last token; it waits again then.
+        scores: whether the next part of known branches is fed and read; the sequence waits again afterwards.
     """
 
     masks: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
@@ -98,6 +99,7 @@ class RowGuidance:
     discarded: int = 0
     restarts: bool = False
     check: Check | None = None
+    scores: bool = False
 
 
 class Guidance(NamedTuple):

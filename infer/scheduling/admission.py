@@ -158,7 +158,7 @@ def admission(
         "budget": request.budget,
         "content": params.max_content_tokens or request.budget,
         "arrival": arrival,
-        "rule": 0 if request.template or request.draft else text_rule(forks).rule,
+        "rule": 0 if request.template or request.draft or request.scored else text_rule(forks).rule,
         "stops": text_stops(forks),
     }
     made: Any = Admission(

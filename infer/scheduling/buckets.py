@@ -92,6 +92,11 @@ class Buckets:
         return mesh is not None and mesh.shape["data"] * mesh.shape["fsdp"] > 1
 
     @property
+    def _alone(self) -> int:
+        """Return the rows of the programs for a single row."""
+        return self.rows if self._split else 1
+
+    @property
     def _branches(self) -> int:
         """Return the tokens per row of every program for branches: `max_branches` rounded up to a power of two."""
         return next_power(self.config.max_branches)
@@ -180,6 +185,17 @@ class Buckets:
             and (enough or bucket.tokens == self._largest)
         )
 
+    def for_tokens(self, tokens: int, slots: int) -> Bucket:
+        """Return the cheapest bucket of `PROMPT_BESIDE` tokens or more in which any one row feeds tokens.
+
+        Args:
+            tokens: number of tokens.
+            slots: used slots of the row afterwards.
+        """
+        size = max(tokens, PROMPT_BESIDE)
+        need = Need(self._alone, size, size, slots, 0)
+        return next(bucket for bucket in self.buckets if self.holds(bucket, need))
+
     def need(self, summary: StepSummary, streamed: bool) -> Need:
         """Return the sizes of the next step.
 
@@ -209,6 +225,6 @@ class Buckets:
         )
 
     def prefill_chunk(self, tokens: int) -> int:
-        """Return the tokens of the largest single-row bucket that the rest of a prompt fills at least half."""
-        sizes = [bucket.tokens for bucket in self.buckets if bucket.rows == 1]
+        """Return the tokens of the largest bucket of one row that the rest of a prompt fills at least half."""
+        sizes = [bucket.max_per_row for bucket in self.buckets if bucket.rows == self._alone]
         return max(size for size in sizes if size <= 2 * max(tokens, 1))

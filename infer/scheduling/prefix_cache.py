@@ -144,6 +144,10 @@ class PrefixCache:
         """Record the contents of a row, used now."""
         self._memories[row] = replace(memory, stamp=self._stamp)
 
+    def memory(self, row: int) -> RowMemory:
+        """Return the recorded contents of a row."""
+        return self._memories[row]
+
     def reset(self, rows: Iterable[int]) -> None:
         """Forget the contents of rows."""
         for row in rows:

@@ -13,12 +13,14 @@ import numpy as np
 
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
+from infer.control.scoring import KnownTokens
 from infer.decode.checking import Check, check_arrays, run_checks
 from infer.decode.decode_step import StepSummary, StopConditions, run
 from infer.decode.inputs import widest
 from infer.decode.packed import Packed
+from infer.decode.scoring import score
 from infer.decode.state import DecodeState, EngineConfig
-from infer.scheduling.buckets import Buckets
+from infer.scheduling.buckets import PROMPT_BESIDE, Buckets
 from infer.scheduling.step_cost import StepCost
 
 ALL_STEPS = np.iinfo(np.int32).max
@@ -163,6 +165,29 @@ class Runner:
             arrays = check_arrays({row: checks[row] for row in rows}, self.buckets.rows, words, bucket.tokens)
             state, after = run_checks(self._lm.params, state, arrays, self._config, bucket)
             yield state, after.read()
+
+    def score(
+        self, state: DecodeState, row: int, known: KnownTokens, start: int, slots: int, streamed: bool
+    ) -> tuple[int, list[float], DecodeState]:
+        """Feed the next part of the branches of a row; `state` is donated.
+
+        Args:
+            state: state in which the sequence waits after its prompt.
+            row: index of the row.
+            known: tokens of the branches.
+            start: number of tokens that are fed already.
+            slots: slots of the prompt.
+            streamed: whether an answer is streamed, which waits for this step.
+
+        Returns:
+            The number of tokens that were fed, the log probabilities that were read, and the state.
+        """
+        left = known.left(start)
+        size = min(left, PROMPT_BESIDE if streamed else max(PROMPT_BESIDE, self.buckets.prefill_chunk(left)))
+        bucket = self.buckets.for_tokens(size, slots + int(known.place[start]) + size)
+        inputs = known.inputs(row, start, size, bucket)
+        state, read = score(self._lm.params, state, inputs, self._config, bucket)
+        return int(inputs.size), np.asarray(read)[: int(inputs.reads)].tolist(), state
 
     def end(self, started: InFlightSteps, cost: StepCost | None) -> tuple[int, StepSummary]:
         """Wait for the steps; return their number and the summary of the state.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from infer.control.exact import Exact
 from infer.control.filling import Filling
 from infer.control.lists import Lists
 from infer.control.schemas import Schemas
+from infer.control.scoring import Scoring
 from infer.control.tags import Tags
 from infer.control.text_end import TextEnd
 from infer.decode.decode_step import StepSummary, summarise
@@ -285,6 +287,8 @@ class Scheduler:
             controller = Lists(request, self._lm.codec.text, self._token_classes, self._config)
         elif request.mode == "adaptive":
             controller = Tags(self._config, self._token_classes, self._codec.text if self._codec else None)
+        if request.scored:
+            return Scoring(request)
         if request.template is not None:
             controller = Filling(request, self._schemas, self._lm.codec.text, self._config)
         elif request.params.answer_grammar or request.params.branch_schema or request.params.prediction:
@@ -315,13 +319,16 @@ class Scheduler:
     def _decode(self, max_steps: int, return_on_end: bool) -> None:
         """Run a chunk; it also ends with a request if `return_on_end`, or if others wait."""
         rows, before = list(self._running), self.runner.clock()
-        done, summary, join = 0, self._summary_now(), return_on_end or bool(self._waiting)
+        done, scored, summary, join = 0, 0, self._summary_now(), return_on_end or bool(self._waiting)
         left = max_steps - self.last_chunk.steps  # steps that are not in flight
         ends_chunk = self._end_prefills(summary)
         while True:
             ended = join and bool((summary.finish[rows] != RUNNING).any())
-            steps_left = 0 if ends_chunk or ended or not summary.tokens.any() else left - done
+            allowed = 0 if ends_chunk or ended else left - done - scored
+            steps_left = allowed if summary.tokens.any() else 0
             waiting = {row: state for row, state in self._decoding.items() if summary.waits[row]}
+            if allowed <= 0 and scored:  # known branches take steps, at least one in each chunk
+                waiting = {row: state for row, state in waiting.items() if not state.request.scored}
             if not waiting and steps_left <= 0:
                 break
             # A step of the other sequences runs while the host decides.
@@ -331,11 +338,12 @@ class Scheduler:
                 steps, self._summary = self.runner.end(started, self._cost)
                 self._take_tokens()
                 done += steps
-            if decisions:
+            scored += self._score([row for row, guidance in decisions.items() if guidance.scores])
+            if decisions := {row: guidance for row, guidance in decisions.items() if not guidance.scores}:
                 done += self._guide(decisions)
             summary = self._summary_now()
             ends_chunk = self._end_prefills(summary)
-        self._count(summary, done, self.runner.clock() - before)
+        self._count(summary, done + scored, self.runner.clock() - before)
         # Start the next steps before reading.
         feeding = any(state.prompt is not None for state in self._running.values())
         known = not feeding and bool((summary.finish[rows] == RUNNING).all())
@@ -393,6 +401,22 @@ class Scheduler:
                     self._running[row].output.take(segment, taken, self._config)
                     self._running[row].output.path -= sum(checks[row].known[: len(taken)])
         return passes
+
+    def _score(self, rows: Sequence[int]) -> int:
+        """Feed the next parts of known branches of rows, and read log probabilities; return the number of steps."""
+        streamed = any(state.stream for state in self._decoding.values())
+        for row in rows:
+            state = self._running[row]
+            controller, output = state.controller, state.output
+            assert isinstance(controller, Scoring)
+            slots = self._prefixes.memory(row).slots
+            fed, scores, self._state = self.runner.score(
+                self._state_now(), row, controller.tokens, output.scored_tokens, slots, streamed
+            )
+            output.scored_tokens += fed
+            output.scores.append(scores)
+            self._changed = True
+        return len(rows)
 
     def _take_tokens(self) -> None:
         """Wait for the steps started last, and take their tokens; those of cancelled requests are dropped."""
@@ -468,6 +492,8 @@ class Scheduler:
 
         No token of a later prompt marks blocks without tags: those of templates, and of drafts and lists under way.
         """
+        if state.request.scored:
+            return self._prefixes.memory(row)
         prompt, adapter = state.request.prompt, state.request.adapter
         if state.output.branch_ids:
             return RowMemory(np.asarray(prompt, np.int32), len(prompt), len(prompt), adapter=adapter)

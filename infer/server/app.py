@@ -28,6 +28,7 @@ from infer.engine import Engine
 from infer.request import PromptTooLong, SamplingParams
 from infer.request import Request as DecodingRequest
 from infer.server.config import ServerConfig
+from infer.server.decisions import DecisionsRequest, SystemOneRequest
 from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.engine_thread import Broken, Busy, EngineThread, Ticket
 from infer.server.forms import Answer, Chat, Chunks, Form, Text, name_ignored, reply, statistics, token_usage, usage
@@ -41,7 +42,10 @@ from infer.server.tool_forms import ToolChat
 
 log = logging.getLogger("aspd.server")
 OPEN = ("/", "/health", "/live")  # paths that need no key
-COUNTED = (*OPEN, "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses")
+COUNTED = (
+    *OPEN, "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/decisions",
+    "/v1/systemone",
+)  # fmt: skip
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -80,6 +84,8 @@ def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     app.post("/v1/chat/completions", responses=answers, response_model=None)(server.chat)
     app.post("/v1/completions", responses=answers, response_model=None)(server.complete)
     app.post("/v1/responses", responses=answers, response_model=None)(server.respond)
+    app.post("/v1/decisions", responses=errors, response_model=None)(server.decide)
+    app.post("/v1/systemone", responses=errors, response_model=None)(server.system_one)
     for path in ("/v1/responses/{name}", "/v1/responses/{name}/{part}"):
         app.add_api_route(path, server.stored, methods=["GET", "POST", "DELETE"], include_in_schema=False)
     if config.adapter_folder:
@@ -93,7 +99,7 @@ def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     app.get("/metrics", responses={401: errors[401]}, response_class=PlainTextResponse)(server.metrics)
     app.get("/", response_class=HTMLResponse)(server.page)
     app.openapi_schema = schema = app.openapi()
-    for kind in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
+    for kind in ("ChatRequest", "CompletionRequest", "ResponsesRequest", "DecisionsRequest", "SystemOneRequest"):
         fields = schema["components"]["schemas"][kind]["properties"]
         if not engine.lm.config.adapters:
             fields["model"]["enum"] = [config.name]
@@ -153,6 +159,14 @@ class _Server:
         texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if body.echo else []
         answer = await self._answer(request, body, prompts, Text(texts, body.choices))
         return await name_ignored(reply(answer), body.ignored)
+
+    async def decide(self, request: Request, body: DecisionsRequest) -> Response:
+        """Answer a request for OpenAI's decisions."""
+        return await self._decide(request, body)
+
+    async def system_one(self, request: Request, body: SystemOneRequest) -> Response:
+        """Answer a request for decisions in the form of System One models."""
+        return await self._decide(request, body)
 
     async def stored(self, name: str) -> None:
         """Refuse a request for a stored response."""
@@ -287,14 +301,10 @@ class _Server:
             message = "logprobs: expected none with a template or parallel fields, got one"
             raise Refused(400, message, param="logprobs")
         compiled_before = programs_compiled()
-        try:
-            echo = isinstance(body, CompletionRequest) and body.echo
-            stream = body.aspd.stream if body.stream else None
-            details: dict[str, Any] = {"stream": stream, "alternatives": body.alternatives, "echo": echo}
-            tickets = self._thread.submit([replace(request, **details) for request in requests])
-        except Busy as busy:
-            kind, wait = "rate_limit_exceeded", str(busy.seconds)
-            raise Refused(429, str(busy), kind, "queue_full", headers={"Retry-After": wait}) from None
+        echo = isinstance(body, CompletionRequest) and body.echo
+        stream = body.aspd.stream if body.stream else None
+        details: dict[str, Any] = {"stream": stream, "alternatives": body.alternatives, "echo": echo}
+        tickets = self._submit([replace(request, **details) for request in requests])
         head = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
         deadline = time.monotonic() + self._config.timeout
         if body.stream:
@@ -341,6 +351,50 @@ class _Server:
 
     # Whole answers.
 
+    async def _decide(self, request: Request, body: DecisionsRequest | SystemOneRequest) -> Response:
+        adapter, calibration = self._adapter(body.model), body.aspd.calibration or self._config.calibration
+        try:
+            asked = await asyncio.to_thread(self._engine.ask, body.messages, body.asked, calibration, adapter)
+        except RequestError as error:
+            field = "questions" if str(error).startswith("questions") else "input"
+            raise Refused(
+                400, str(error), INVALID, "context_length_exceeded" if isinstance(error, PromptTooLong) else None, field
+            ) from None
+        tickets = self._submit([one.request for one in asked.asked])
+        results = await self._finished(request, tickets, time.monotonic() + self._config.timeout)
+        decisions = self._engine.read_decisions(asked, [result.scores for result in results])
+        return JSONResponse(body.response(decisions, results))
+
+    def _submit(self, requests: Sequence[DecodingRequest]) -> list[Ticket]:
+        try:
+            return self._thread.submit(requests)
+        except Busy as busy:
+            kind, wait = "rate_limit_exceeded", str(busy.seconds)
+            raise Refused(429, str(busy), kind, "queue_full", headers={"Retry-After": wait}) from None
+
+    async def _finished(self, request: Request, tickets: Sequence[Ticket], deadline: float) -> list[Result]:
+        """Return the results of tickets.
+
+        Raises:
+            Refused: the time has passed, the client has disconnected, or the engine failed.
+        """
+        results = asyncio.create_task(self._results(tickets))
+        try:
+            while not results.done():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(results), DISCONNECT_SECONDS)
+                if not results.done() and time.monotonic() > deadline:
+                    raise Refused(504, f"no answer within {self._config.timeout:g} s", "timeout", "timeout")
+                if not results.done() and await request.is_disconnected():
+                    raise Refused(499, "the client has disconnected", "client_closed_request")
+            return results.result()
+        except Broken:
+            raise Refused(500, "the server failed on this request", "server_error") from None
+        finally:
+            results.cancel()
+            for ticket in tickets:
+                self._thread.cancel(ticket)
+
     async def _whole(
         self,
         request: Request,
@@ -351,23 +405,11 @@ class _Server:
         deadline: float,
         compiled_before: int,
     ) -> dict[str, Any]:
-        results = asyncio.create_task(self._results(tickets))
+        finished = await self._finished(request, tickets, deadline)
         try:
-            while not results.done():
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(results), DISCONNECT_SECONDS)
-                if not results.done() and time.monotonic() > deadline:
-                    raise Refused(504, f"no answer within {self._config.timeout:g} s", "timeout", "timeout")
-                if not results.done() and await request.is_disconnected():
-                    raise Refused(499, "the client has disconnected", "client_closed_request")
-            finished = results.result()
             logprobs = [self._logprobs(form, ticket) for ticket in tickets]
         except Broken:
             raise Refused(500, "the server failed on this request", "server_error") from None
-        finally:
-            results.cancel()
-            for ticket in tickets:
-                self._thread.cancel(ticket)
         choices = [
             form.choice(number, result, values)
             for number, (result, values) in enumerate(zip(finished, logprobs, strict=True))

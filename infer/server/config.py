@@ -10,6 +10,7 @@ from typing import Literal
 from aspd_jax.configuration import at_least
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import check_choice
+from infer.decisions import Calibration
 from infer.request import Fields
 
 WarmUp = Literal["none", "first", "all"]
@@ -34,6 +35,7 @@ class ServerConfig:
         chunk: streaming interval in seconds, rounded to whole steps.
         drain: seconds that running requests have to finish when the server stops.
         fields: how fields of JSON schemas are decoded where a request does not say: `serial`, `parallel` or `exact`.
+        calibration: how questions of decisions are asked where a request does not say (`Engine.decide`).
         warm_up: programs that are compiled before the server is ready: `none`, `first` (those of single requests), or
             `all`.
     """
@@ -53,11 +55,13 @@ class ServerConfig:
     chunk: float = 0.03
     drain: float = 30.0
     fields: Fields = "serial"
+    calibration: Calibration = "orders"
     warm_up: WarmUp = "first"
 
     def __post_init__(self) -> None:
         check_choice("warm_up", self.warm_up, WarmUp)
         check_choice("fields", self.fields, Fields)
+        check_choice("calibration", self.calibration, Calibration)
         for name in ("max_body", "max_choices", "max_new_tokens"):
             at_least(name, getattr(self, name), 1)
         at_least("max_waiting", self.max_waiting, 0)

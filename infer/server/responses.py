@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from itertools import count
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -37,6 +37,10 @@ from infer.server.tool_requests import (
 )
 
 NOT_STORED = "responses are not stored; send the whole conversation as input"
+KINDS = {
+    "function_call": "call", "custom_tool_call": "call",
+    "function_call_output": "output", "custom_tool_call_output": "output",
+}  # fmt: skip
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -53,17 +57,34 @@ class TextSettings(Strict):
     format: Annotated[PlainText | JsonObject | FlatSchema, Field(discriminator="type")] = PlainText(type="text")
 
 
-def _kind_of_item(item: Any) -> str:
+def kind_of_item(item: Any) -> str:
     """Return the kind of an input item: `call`, `output` or `said`."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return {"function_call": "call", "function_call_output": "output"}.get(
-        kind if isinstance(kind, str) else "", "said"
-    )
+    return KINDS.get(kind if isinstance(kind, str) else "", "said")
+
+
+def conversation(items: str | Sequence[Message | CallItem | OutputItem]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the messages of input items, and the place of each; calls join the answer before them."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}], ["input"]
+    messages: list[dict[str, Any]] = []
+    places: list[str] = []
+    for number, item in enumerate(items):
+        if not isinstance(item, CallItem):
+            messages.append(item.plain)
+            places.append(f"input[{number}]")
+            continue
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+            places.append(f"input[{number}]")
+        messages[-1].setdefault("tool_calls", []).append(item.plain)
+        messages[-1].pop("token_ids", None)
+    return messages, places
 
 
 InputItem = Annotated[
     Annotated[Message, Tag("said")] | Annotated[CallItem, Tag("call")] | Annotated[OutputItem, Tag("output")],
-    Discriminator(_kind_of_item),
+    Discriminator(kind_of_item),
 ]
 
 
@@ -118,8 +139,7 @@ class ResponsesRequest(Common):
     @model_validator(mode="after")
     def _calls_are_possible(self) -> Self:
         check_calling(self, "text.format")
-        messages, places = self._conversation()
-        check_results(messages, places, "call_id")
+        check_results(*conversation(self.input), "call_id")
         return self
 
     @property
@@ -128,25 +148,7 @@ class ResponsesRequest(Common):
         first: list[dict[str, Any]] = []
         if self.instructions is not None:
             first.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            return [*first, {"role": "user", "content": self.input}]
-        return first + self._conversation()[0]
-
-    def _conversation(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return the messages of the input items, and the place of each; calls join the answer before them."""
-        messages: list[dict[str, Any]] = []
-        places: list[str] = []
-        for number, item in enumerate([] if isinstance(self.input, str) else self.input):
-            if not isinstance(item, CallItem):
-                messages.append(item.plain)
-                places.append(f"input[{number}]")
-                continue
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-                places.append(f"input[{number}]")
-            messages[-1].setdefault("tool_calls", []).append(item.plain)
-            messages[-1].pop("token_ids", None)
-        return messages, places
+        return first + conversation(self.input)[0]
 
     @property
     def functions(self) -> list[Function]:

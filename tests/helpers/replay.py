@@ -110,7 +110,7 @@ def replay_step(
     """Run a step without sampling; return the logits of all fed tokens, [T, V], the inputs and the state."""
     inputs = next_inputs(state, plan_step(state, config, bucket), config, bucket, drafting=False)
     every = inputs._replace(batch=inputs.batch._replace(logits_at=jnp.arange(bucket.tokens)))
-    hidden, cache = forward(params, state, config, every, bucket)
+    hidden, cache = forward(params, state, config, every.batch, bucket)
     logits = logits_of(params, config, every.batch.adapter[every.batch.logits_at], hidden)
     return logits, inputs, state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
 

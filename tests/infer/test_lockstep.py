@@ -22,7 +22,7 @@ from aspd.evaluation import synthetic_questions
 from aspd_jax import LanguageModel, load_model
 from infer import Engine, SamplingParams
 from infer.lockstep import Lockstep, StepCommand
-from infer.request import Request
+from infer.request import Request, ScoredBranch
 from tests.conftest import ROOT
 from tests.helpers.serving import SERVE, wait_for
 
@@ -40,6 +40,7 @@ params = st.builds(
     seed=st.none() | numbers,
     stop=st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple),
 )
+some = st.lists(numbers, max_size=3).map(tuple)
 requests = st.builds(
     Request,
     prompt=st.lists(numbers, min_size=1, max_size=40).map(tuple),
@@ -52,12 +53,13 @@ requests = st.builds(
     max_steps=st.none() | numbers,
     alternatives=st.none() | numbers,
     echo=st.booleans(),
+    scored=st.lists(st.builds(ScoredBranch, some, some, some), max_size=3).map(tuple),
 )
 turns = st.builds(
     StepCommand,
     submitted=st.lists(st.tuples(numbers, requests), max_size=3).map(tuple),
     adapter=st.tuples(st.text(max_size=3), st.text(max_size=3)),
-    cancelled=st.lists(numbers, max_size=3).map(tuple),
+    cancelled=some,
     steps=numbers,
     last=st.booleans(),
 )

@@ -83,7 +83,7 @@ def test_architecture_names_every_file() -> None:
     assert not modules - listed
 
 
-CORE = {"answers", "control", "decode", "engine", "request", "scheduling"}
+CORE = {"answers", "control", "decisions", "decode", "engine", "request", "scheduling"}
 # What each package and module of `infer` may import from the others.
 MAY_IMPORT: dict[str, set[str]] = {
     "request": set(),
@@ -91,7 +91,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "answers": {"decode", "request"},
     "control": {"answers", "decode", "request"},
     "scheduling": {"answers", "control", "decode", "request"},
-    "engine": {"answers", "control", "decode", "request", "scheduling"},
+    "decisions": {"request"},
+    "engine": {"answers", "control", "decisions", "decode", "request", "scheduling"},
     "lockstep": CORE,
     "bench": CORE,
     "offline": CORE | {"bench"},
