@@ -354,7 +354,8 @@ class _Server:
     async def _decide(self, request: Request, body: DecisionsRequest | SystemOneRequest) -> Response:
         adapter, calibration = self._adapter(body.model), body.aspd.calibration or self._config.calibration
         try:
-            asked = await asyncio.to_thread(self._engine.ask, body.messages, body.asked, calibration, adapter)
+            questions = [one.question for one in body.asked]
+            asked = await asyncio.to_thread(self._engine.ask, body.messages, questions, calibration, adapter)
         except RequestError as error:
             field = "questions" if str(error).startswith("questions") else "input"
             raise Refused(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Discriminator, Field, StrictBool, StrictStr, Tag, model_validator
@@ -101,74 +101,16 @@ InputItem = Annotated[
 ]
 
 
-class Asked(Strict):
-    """A question of OpenAI's form.
-
-    Attributes:
-        listed: field of the options; empty: there are none.
-    """
-
-    listed: ClassVar[str] = ""
-    type: str
-    instructions: Parts
-    name: str | None = None
-
-    @property
-    def question(self) -> Question:
-        """Return the question."""
-        parts = self.instructions
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return Question(self.type, text, self.options)  # type: ignore[arg-type]
-
-    @property
-    def options(self) -> tuple[Option, ...]:
-        """Return the options of the question."""
-        return ()
-
-    def answer(self, decision: Decision) -> dict[str, Any]:
-        """Return the answer."""
-        return {"type": self.type, "name": self.name} | self.values(decision)
-
-    @abstractmethod
-    def values(self, decision: Decision) -> dict[str, Any]:
-        """Return the values of the answer."""
-
-
-class Predicate(Asked):
-    """Whether a statement about the input is true."""
-
-    type: Literal["predicate"]
-
-    def values(self, decision: Decision) -> dict[str, Any]:
-        """Return what `Asked` describes."""
-        return {"probability": decision.probabilities[0]}
-
-
 class Choice(Strict):
     """An option."""
 
     value: StrictStr | StrictBool
     description: str = ""
 
-
-class ChoiceQuestion(Asked):
-    """Which of the options fits the input."""
-
-    listed: ClassVar[str] = "choices"
-    type: Literal["choice"]
-    choices: Annotated[list[Choice], Field(min_length=2, max_length=MAX_OPTIONS)]
-
     @property
-    def options(self) -> tuple[Option, ...]:
-        """Return what `Asked` describes."""
-        return tuple(Option(choice.value, choice.description) for choice in self.choices)
-
-    def values(self, decision: Decision) -> dict[str, Any]:
-        """Return what `Asked` describes."""
-        pairs = zip(self.choices, decision.probabilities, strict=True)
-        shares = [{"value": choice.value, "probability": share} for choice, share in pairs]
-        best = self.choices[decision.best].value
-        return {"choice": best, "confidence": decision.confidence, "probabilities": shares}
+    def option(self) -> Option:
+        """Return the option."""
+        return Option(self.value, self.description)
 
 
 class Level(Strict):
@@ -177,24 +119,142 @@ class Level(Strict):
     label: str
     description: str = ""
 
+    @property
+    def option(self) -> Option:
+        """Return the level as an option."""
+        return Option(self.label, self.description)
 
-class ScoreQuestion(Asked):
-    """Which of the ordered levels fits the input."""
 
-    listed: ClassVar[str] = "levels"
-    type: Literal["score"]
-    levels: Annotated[list[Level], Field(min_length=2, max_length=MAX_OPTIONS)]
+class Asked(Strict):
+    """A question."""
 
     @property
-    def options(self) -> tuple[Option, ...]:
-        """Return what `Asked` describes."""
-        return tuple(Option(level.label, level.description) for level in self.levels)
+    @abstractmethod
+    def question(self) -> Question:
+        """Return the question."""
 
-    def values(self, decision: Decision) -> dict[str, Any]:
+    @property
+    @abstractmethod
+    def listed(self) -> str:
+        """Return the field of the options."""
+
+    @model_validator(mode="after")
+    def _has_options(self) -> Self:
+        try:
+            self.question  # noqa: B018
+        except RequestError as error:
+            raise fault(str(error).removeprefix("options: ").rstrip("."), self.listed) from None
+        return self
+
+    @abstractmethod
+    def answer(self, decision: Decision) -> dict[str, Any]:
+        """Return the answer."""
+
+
+class OpenAIQuestion(Asked):
+    """A question of `/v1/decisions`: `choices` belong to a choice, `levels` to a score."""
+
+    type: Literal["predicate", "choice", "score"]
+    instructions: Parts
+    name: str | None = None
+    choices: Annotated[list[Choice], Field(max_length=MAX_OPTIONS)] = Field(default_factory=list)
+    levels: Annotated[list[Level], Field(max_length=MAX_OPTIONS)] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _has_its_own_options(self) -> Self:
+        for kind, field in (("choice", "choices"), ("score", "levels")):
+            if field in self.model_fields_set and self.type != kind:
+                raise fault(f"expected none for a {self.type}, got some", field)
+        return self
+
+    @property
+    def listed(self) -> str:
         """Return what `Asked` describes."""
-        pairs = enumerate(zip(self.levels, decision.probabilities, strict=True))
-        shares = [{"value": n, "label": level.label, "probability": share} for n, (level, share) in pairs]
-        return {"score": decision.score, "confidence": decision.confidence, "probabilities": shares}
+        return "levels" if self.type == "score" else "choices"
+
+    @property
+    def question(self) -> Question:
+        """Return what `Asked` describes."""
+        parts = self.instructions
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        listed = self.levels if self.type == "score" else self.choices if self.type == "choice" else []
+        return Question(self.type, text, tuple(one.option for one in listed))
+
+    def answer(self, decision: Decision) -> dict[str, Any]:
+        """Return what `Asked` describes."""
+        head: dict[str, Any] = {"type": self.type, "name": self.name}
+        shares = decision.probabilities
+        if self.type == "predicate":
+            return head | {"probability": shares[0]}
+        head |= {"confidence": decision.confidence}
+        if self.type == "choice":
+            values = [choice.value for choice in self.choices]
+            listed = [{"value": value, "probability": share} for value, share in zip(values, shares, strict=True)]
+            return head | {"choice": values[decision.best], "probabilities": listed}
+        levels = enumerate(zip(self.levels, shares, strict=True))
+        listed = [{"value": n, "label": level.label, "probability": share} for n, (level, share) in levels]
+        return head | {"score": decision.score, "probabilities": listed}
+
+
+Json: TypeAlias = str | dict[str, Any] | list[Any]
+DEFAULTS = {
+    "noul": "Is this true of the input?",
+    "choice": "Which choice best fits the input?",
+    "score": "Which level best fits the input?",
+}
+
+
+def _shown(value: Json | None) -> str:
+    """Return a value as text; None: no text."""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+class SystemOneQuestion(Asked):
+    """A question of `/v1/systemone`.
+
+    Attributes:
+        type: `noul`: yes or no; `choice`: one of named options; `score`: one of ordered levels.
+        instructions: the question.
+        criteria: what makes the answer `true` and `false`; descriptions of the options by name; or the levels.
+    """
+
+    type: Literal["noul", "choice", "score"]
+    instructions: Json | None = None
+    criteria: dict[str, Json | None] | list[Json] = Field(default_factory=dict)
+
+    @property
+    def listed(self) -> str:
+        """Return what `Asked` describes."""
+        return "criteria"
+
+    @property
+    def question(self) -> Question:
+        """Return what `Asked` describes."""
+        text, criteria = _shown(self.instructions) or DEFAULTS[self.type], self.criteria
+        if isinstance(criteria, list) != (self.type == "score"):
+            raise RequestError(
+                f"options: expected {'a list' if self.type == 'score' else 'an object'}, got another type"
+            )
+        if isinstance(criteria, list):
+            return Question("score", text, tuple(Option(_shown(level)) for level in criteria))
+        if self.type == "choice":
+            return Question("choice", text, tuple(Option(name, _shown(rule)) for name, rule in criteria.items()))
+        if set(criteria) - {"true", "false"}:
+            raise RequestError("options: expected true and false, got others")
+        words = {"true": "Yes", "false": "No"}
+        rules = [f"Answer {words[name]} when: {_shown(rule)}" for name, rule in criteria.items() if rule is not None]
+        return Question("predicate", "\n".join([text, *rules]))
+
+    def answer(self, decision: Decision) -> dict[str, Any]:
+        """Return what `Asked` describes."""
+        if self.type == "noul":
+            return {"type": "noul", "noul": decision.probabilities[0]}
+        names = list(self.criteria) if self.type == "choice" else list(map(str, range(len(self.criteria))))
+        shares = dict(zip(names, decision.probabilities, strict=True))
+        head = {"type": self.type, "confidence": decision.confidence, "probabilities": shares}
+        if self.type == "choice":
+            return head | {"choice": names[decision.best]}
+        return head | {"score": decision.score, "legend": dict(zip(names, self.criteria, strict=True))}
 
 
 class DecisionSettings(Strict):
@@ -214,23 +274,10 @@ class Decisions(Strict):
     model: str
     aspd: DecisionSettings = DecisionSettings()
 
-    @model_validator(mode="after")
-    def _options_differ(self) -> Self:
-        for place, asked in self.places():
-            try:
-                asked.question  # noqa: B018
-            except RequestError as error:
-                raise fault(str(error).removeprefix("options: ").rstrip("."), place) from None
-        return self
-
-    @abstractmethod
-    def places(self) -> Iterator[tuple[str, Any]]:
-        """Yield the questions with the fields of their options."""
-
     @property
-    def asked(self) -> list[Question]:
+    @abstractmethod
+    def asked(self) -> Sequence[Asked]:
         """Return the questions."""
-        return [asked.question for _, asked in self.places()]
 
     @property
     @abstractmethod
@@ -244,6 +291,7 @@ class Decisions(Strict):
             decisions: answers to the questions.
             results: results of the requests whose scores they are.
         """
+        answers = [asked.answer(decision) for asked, decision in zip(self.asked, decisions, strict=True)]
         tokens = sum(result.stats.prompt_tokens + result.stats.scored_tokens for result in results)
         cached = sum(result.stats.reused_tokens for result in results)
         usage = {
@@ -252,98 +300,33 @@ class Decisions(Strict):
         }  # fmt: skip
         steps, outside = sum(result.stats.steps for result in results), [decision.outside for decision in decisions]
         own = {"outside": outside, "steps": steps}
-        return {"model": self.model, "answers": self.answers(decisions), "usage": usage, "aspd": own}
+        return {"model": self.model, "answers": self.arranged(answers), "usage": usage, "aspd": own}
 
-    @abstractmethod
-    def answers(self, decisions: Sequence[Decision]) -> Any:
-        """Return the answers."""
+    def arranged(self, answers: list[dict[str, Any]]) -> Any:
+        """Return the answers as the response has them."""
+        return answers
 
 
 class DecisionsRequest(Decisions):
     """Body of `POST /v1/decisions`."""
 
     input: str | Annotated[list[InputItem], Field(min_length=1)]
-    questions: Annotated[
-        list[Annotated[Predicate | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]],
-        Field(min_length=1, max_length=MAX_QUESTIONS),
-    ]
+    questions: Annotated[list[OpenAIQuestion], Field(min_length=1, max_length=MAX_QUESTIONS)]
 
     @model_validator(mode="after")
     def _calls_have_results(self) -> Self:
         check_results(*conversation(self.input), "call_id")
         return self
 
-    def places(self) -> Iterator[tuple[str, Any]]:
-        """Yield what `Decisions` describes."""
-        yield from ((f"questions[{number}].{asked.listed}", asked) for number, asked in enumerate(self.questions))
+    @property
+    def asked(self) -> Sequence[Asked]:
+        """Return what `Decisions` describes."""
+        return self.questions
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """Return what `Decisions` describes."""
         return conversation(self.input)[0]
-
-    def answers(self, decisions: Sequence[Decision]) -> list[dict[str, Any]]:
-        """Return what `Decisions` describes."""
-        return [asked.answer(decision) for asked, decision in zip(self.questions, decisions, strict=True)]
-
-
-Json: TypeAlias = str | dict[str, Any] | list[Any]
-KINDS: dict[str, Any] = {"noul": "predicate", "choice": "choice", "score": "score"}
-DEFAULTS = {
-    "noul": "Is this true of the input?",
-    "choice": "Which choice best fits the input?",
-    "score": "Which level best fits the input?",
-}
-
-
-def _shown(value: Json | None) -> str:
-    """Return a value as text; None: no text."""
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
-
-
-class SystemOneQuestion(Strict):
-    """A question of `/v1/systemone`.
-
-    Attributes:
-        type: `noul`: yes or no; `choice`: one of named options; `score`: one of ordered levels.
-        instructions: the question.
-        criteria: what makes the answer `true` and `false`; descriptions of the options by name; or the levels.
-    """
-
-    type: Literal["noul", "choice", "score"]
-    instructions: Json | None = None
-    criteria: dict[str, Json | None] | list[Json] | None = None
-
-    @property
-    def question(self) -> Question:
-        """Return the question."""
-        lines, named = [_shown(self.instructions) or DEFAULTS[self.type]], self.criteria or {}
-        options: tuple[Option, ...] = ()
-        if isinstance(named, list) != (self.type == "score") and (named or self.type == "score"):
-            raise RequestError(
-                f"options: expected {'a list' if self.type == 'score' else 'an object'}, got another type"
-            )
-        if isinstance(named, list):
-            options = tuple(Option(_shown(level)) for level in named)
-        elif self.type == "choice":
-            options = tuple(Option(name, _shown(text)) for name, text in named.items())
-        elif set(named) - {"true", "false"}:
-            raise RequestError("options: expected true and false, got others")
-        else:
-            words = {"true": "Yes", "false": "No"}
-            lines += [f"Answer {words[name]} when: {_shown(text)}" for name, text in named.items() if text is not None]
-        return Question(KINDS[self.type], "\n".join(lines), options)
-
-    def answer(self, decision: Decision) -> dict[str, Any]:
-        """Return the answer."""
-        if self.type == "noul":
-            return {"type": "noul", "noul": decision.probabilities[0]}
-        names = list(self.criteria or ()) if self.type == "choice" else list(map(str, range(len(self.criteria or ()))))
-        shares = {"probabilities": dict(zip(names, decision.probabilities, strict=True))}
-        head = {"type": self.type, "confidence": decision.confidence}
-        if self.type == "choice":
-            return head | {"choice": names[decision.best]} | shares
-        return head | {"score": decision.score, "legend": dict(zip(names, self.criteria or (), strict=True))} | shares
 
 
 class SystemOneRequest(Decisions):
@@ -355,16 +338,16 @@ class SystemOneRequest(Decisions):
     state: Json
     questions: Annotated[dict[str, SystemOneQuestion], Field(min_length=1, max_length=MAX_QUESTIONS)]
 
-    def places(self) -> Iterator[tuple[str, Any]]:
-        """Yield what `Decisions` describes."""
-        yield from ((f"questions.{name}.criteria", asked) for name, asked in self.questions.items())
+    @property
+    def asked(self) -> Sequence[Asked]:
+        """Return what `Decisions` describes."""
+        return list(self.questions.values())
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """Return what `Decisions` describes."""
         return [{"role": "user", "content": _shown(self.state)}]
 
-    def answers(self, decisions: Sequence[Decision]) -> dict[str, Any]:
+    def arranged(self, answers: list[dict[str, Any]]) -> Any:
         """Return what `Decisions` describes."""
-        pairs = zip(self.questions.items(), decisions, strict=True)
-        return {name: asked.answer(decision) for (name, asked), decision in pairs}
+        return dict(zip(self.questions, answers, strict=True))
