@@ -16,7 +16,7 @@ from aspd_jax.layout import Array
 from aspd_jax.model.cache import Bucket, TokenBatch
 from infer.decode.derived import derive
 from infer.decode.grammar import sample_lanes
-from infer.decode.inputs import Inputs, Lanes, StepPlan, Widths, max_lanes, next_inputs, plan_step, widths
+from infer.decode.inputs import Lanes, StepPlan, Widths, max_lanes, next_inputs, plan_step, widths
 from infer.decode.packed import Packed
 from infer.decode.speculation import speculate
 from infer.decode.state import (
