@@ -32,7 +32,7 @@ from infer.decode.decode_step import (
 )
 from infer.decode.derived import derive
 from infer.decode.grammar import LaneTokens, sample_lanes
-from infer.decode.inputs import Inputs, Lanes
+from infer.decode.inputs import Lanes
 from infer.decode.packed import Packed
 from infer.decode.state import DecodeState, EngineConfig, replicate, shard_state
 from infer.decode.transition import advance
@@ -119,7 +119,7 @@ def run_checks(
         logits_at=jnp.arange(bucket.tokens),
     )
     lanes = Lanes(checks.row, none, layout, checks.nth, checks.bits)
-    hidden, filled = forward(params, state, config, Inputs(tokens, lanes, None, fed), bucket)
+    hidden, filled = forward(params, state, config, tokens, bucket)
     masked = s.segments.masked.at[:, 0].set(jnp.where(checked, checks.masked, s.segments.masked[:, 0]))
     s = count_step(s._replace(segments=s.segments._replace(masked=masked)), fed)
     state = state._replace(cache=filled, sequence=s)

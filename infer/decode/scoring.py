@@ -79,6 +79,6 @@ def score(
         logits_at=inputs.lanes,
     )
     hidden, cache = forward(params, state._replace(cache=cache), config, tokens, bucket)
-    logits = logits_of(params, config, tokens, hidden)
+    logits = logits_of(params, config, tokens.adapter[tokens.logits_at], hidden)
     read = logits[inputs.read_lane, inputs.read_id] - jax.nn.logsumexp(logits, axis=-1)[inputs.read_lane]
     return shard_state(state._replace(cache=cache), config.mesh), replicate(read, config.mesh)
