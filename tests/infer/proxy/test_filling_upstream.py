@@ -457,4 +457,4 @@ def test_the_command_reads_whether_the_checkpoint_forks(
     (tmp_path / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     words = ["proxy", "--upstream", "http://127.0.0.1:9/v1", "--model", "m", "--tokenizer", str(folder)]
     assert main([*words, "--chat-template", str(tmp_path / "chat.jinja")]) == 0
-    assert made[0][-1] is forks
+    assert made[0][-2:] == (forks, "parallel")
