@@ -150,8 +150,10 @@ def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
             handles.append(own.submit(*left.pop(0)))
             handles[-1].set_stream("branches")
         own.step(int(random.integers(1, 6)))
-        summary = summarise(own.debug_state().decode, own.config).read()
-        beside += bool((summary.phase == PROMPT)[summary.tokens > 0].any() and (summary.lanes > 1).any())
+        sequence = own.debug_state().decode.sequence
+        running = np.asarray(sequence.cursor.finish) == RUNNING
+        fed, live = np.asarray(sequence.cursor.phase) == PROMPT, np.asarray(sequence.branches.live).any(axis=1)
+        beside += bool((fed & running).any() and (live & running).any())
     results = [handle.wait() for handle in handles]
     assert beside, "prompts were fed beside branches"
     assert sum(result.stats.blocks > 0 for result in results) >= 4
