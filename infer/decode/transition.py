@@ -182,7 +182,7 @@ def _advance_block(state: DecodeState, derived: Derived, config: EngineConfig, t
         ),
         segments=_branch_segments(s.segments, tokens, done, config),
         branches=s.branches._replace(
-            offset=s.branches.offset + jnp.where(active, derived.due[:, 1:], 0),
+            offset=s.branches.offset + jnp.where(active, s.segments.queued[:, 1:], 0),  # all that was pending was fed
             live=live,
         ),
         budget=budget,

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.further
 
 PROMPT = "Say it in JSON:"
 DRAFT = 3
-DEFECT = pytest.mark.xfail(reason="fields in parallel with draft tokens: a sampled token may differ", strict=True)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +56,7 @@ def same(results: Sequence[Result], expected: Sequence[Result]) -> bool:
     return all((a.text, a.token_ids, a.finish_reason) == (b.text, b.token_ids, b.finish_reason) for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    ("drafts", "least"), [pytest.param("heads", 6, marks=DEFECT), pytest.param("lookup", 4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("drafts", "least"), [("heads", 6), pytest.param("lookup", 4, marks=pytest.mark.slow)])
 def test_answers_are_the_same_with_drafts(drafts: Any, least: int, plain: Engine) -> None:
     """Check equality in a batch, greedy and sampled, whatever the draft tokens."""
     asked = requests(plain)
@@ -114,7 +111,7 @@ def looking_up(lm: LanguageModel, draft_tokens: int) -> Engine:
     "kind",
     [
         pytest.param({"json_schema": SCHEMAS["list"]}, marks=pytest.mark.slow),
-        pytest.param({"json_schema": SCHEMA, "fields": "parallel"}, marks=DEFECT),
+        {"json_schema": SCHEMA, "fields": "parallel"},
     ],
 )
 def test_right_draft_tokens_save_steps(kind: Any, plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +125,6 @@ def test_right_draft_tokens_save_steps(kind: Any, plain: Engine, monkeypatch: py
     assert result.stats.steps < 0.75 * expected.stats.steps
 
 
-@DEFECT
 def test_known_tokens_after_a_draft_token_are_not_sampled(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check one draft token: the token after it is sampled, in its usual spelling if the schema determines it."""
     params = SamplingParams(max_new_tokens=300, temperature=30.0, seed=4, json_schema=SCHEMA, fields="parallel")
