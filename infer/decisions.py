@@ -124,7 +124,7 @@ class Decision:
 
 
 class Labels(NamedTuple):
-    """Where the log probabilities of a question's labels are read. A label has one or several spellings.
+    """The places at which log probabilities of a question's labels are read. A label has one or several spellings.
 
     Attributes:
         branches: branches of one order of the options.

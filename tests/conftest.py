@@ -70,7 +70,7 @@ from infer.decode.guidance import guidance_arrays, guide
 from infer.decode.inputs import plan_step
 from infer.decode.state import PROMPT, DecodeState, EngineConfig, SequenceState, waiting
 from infer.request import Request
-from infer.scheduling.admission import admit_request, classes_of, new_state
+from infer.scheduling.admission import admission, admit_request, classes_of, new_state
 from infer.scheduling.buckets import capacity_for
 from tests.helpers.cached_answers import cached_answer
 from train.byte_tokenizer import train_tokenizer
@@ -340,7 +340,7 @@ def laid_out(lm: LanguageModel, config: EngineConfig, requests: Sequence[Request
     capacity = capacity_for(max(len(request.prompt) + request.budget for request in requests))
     state = new_state(lm, config, next_power(len(requests)), capacity)
     for row, request in enumerate(requests):
-        state = admit_request(lm, config, state, request, row)
+        state = admit_request(state, request, admission(lm, config, state, request, row), config)
     return state
 
 

@@ -75,7 +75,7 @@ def likeliest(
 
 
 def lower_likeliest(lm: LanguageModel, config: EngineConfig, size: int) -> jax.stages.Lowered:
-    """Trace `likeliest` for so many ids."""
+    """Trace the program of `likeliest` for a number of ids."""
     return _likeliest.lower(*_arguments(lm, config, np.zeros(size, np.int32), -1))
 
 

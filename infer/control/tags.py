@@ -14,6 +14,7 @@ import numpy as np
 
 from aspd_jax.blocks.checks import similar
 from aspd_jax.errors import RequestError
+from aspd_jax.lists import MAX_TRIES
 from aspd_jax.tokens import SpecialTokens, TextCodec
 from infer.answers.answer import RequestOutput
 from infer.control.controller import Controller
@@ -34,7 +35,6 @@ from infer.decode.token_classes import (
 )
 
 CLOSED = 1 << TITLE_END  # rule that permits `<|/title|>` only
-MAX_TRIES = 3  # first tokens of a lead that are barred, one after the other, because they began a repetition
 
 
 def text_rule(forks: bool) -> SerialRule:

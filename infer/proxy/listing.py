@@ -196,11 +196,10 @@ class ListAnswering:
     ) -> tuple[list[str], str]:
         """Decode all bodies at once; return the items, and the text between two of them."""
         items, gaps = list(heads), list[str]()
-        limit = max(1, left // len(heads)) if len(heads) * RESERVE >= left else left
 
         async def grow(number: int, head: str) -> AsyncGenerator[None, None]:
             written = ""
-            async with aclosing(self._ask(answer, prompt, before + head, limit, sampling)) as pieces:
+            async with aclosing(self._ask(answer, prompt, before + head, left, sampling)) as pieces:
                 async for piece, reason in pieces:
                     written += piece
                     body = body_of(form, written + "\n" * (reason == "stop"))

@@ -77,28 +77,20 @@ def new_state(
     return place_state(empty_state(config, cache, classes.kind), lm.mesh)
 
 
-def admit_request(
-    lm: LanguageModel,
-    config: EngineConfig,
-    state: DecodeState,
-    request: Request,
-    row: int,
-    prefix: CachedPrefix = EMPTY_PREFIX,
-    adapter: int = -1,
-    arrival: int = 0,
-) -> DecodeState:
+def admit_request(state: DecodeState, request: Request, new: Admission, config: EngineConfig) -> DecodeState:
     """Assign a row to a request; the next steps feed its prompt.
 
     Args:
         state: the state, which is donated.
-
-    The other arguments are those of `admission`.
+        request: the request.
+        new: its `admission`.
+        config: configuration of the engine.
     """
     if biases := request.params.biases(config.special.title_start):
         bias = np.zeros(state.bias.shape[1], np.float32)
         bias[list(biases)] = list(biases.values())
-        state = put_bias(state, np.int32(row), bias, config)
-    return admit(state, admission(lm, config, state, request, row, prefix, adapter, arrival), config)
+        state = put_bias(state, new.row, bias, config)
+    return admit(state, new, config)
 
 
 def admission(

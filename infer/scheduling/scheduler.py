@@ -38,14 +38,14 @@ from infer.decode.state import LENGTH, PROMPT, RUNNING, STOP, DecodeState, Engin
 from infer.decode.token_classes import TokenClasses
 from infer.request import Request
 from infer.scheduling.adapter_slots import AdapterSlots
-from infer.scheduling.admission import MIN_PROMPT, admit_request, classes_of, new_state
+from infer.scheduling.admission import MIN_PROMPT, admission, admit_request, classes_of, new_state
 from infer.scheduling.buckets import MIN_CAPACITY
 from infer.scheduling.handle import DebugState, Handle
 from infer.scheduling.prefix_cache import Match, PrefixCache, RowMemory, read_row
 from infer.scheduling.request_state import RequestState
 from infer.scheduling.runner import ALL_STEPS, DraftControl, InFlightSteps, Runner
 from infer.scheduling.step_cost import StepCost, measure_cost
-from infer.scheduling.warm_up import compile_all
+from infer.scheduling.warm_up import compile_all, programs_of
 
 MIN_SLOTS_COPIED = 64
 
@@ -189,8 +189,8 @@ class Scheduler:
             self.reset_cache()  # timed steps overwrite the rows
             buckets = self.runner.buckets
             least = min(bucket.rows for bucket in buckets.buckets)
-            programs = [bucket for bucket in buckets.buckets if bucket.rows == least or not alone]
-            compile_all(self._lm, self._config, self._state_now(), programs, not alone, checks)
+            used = [bucket for bucket in buckets.buckets if bucket.rows == least or not alone]
+            compile_all(programs_of(self._lm, self._config, self._state_now(), used, not alone, checks))
             if not alone:
                 state, self._cost = measure_cost(self._lm, self._config, self._state_now(), buckets)
                 self._change(state)
@@ -274,21 +274,21 @@ class Scheduler:
         state.start(target, match.prefix.tokens, fed, controller, self.runner.clock())
         slot, now = self._adapters.slot(request.adapter), self._state_now()
         self._arrivals += 1
-        arrival = self._arrivals
-        self._change(admit_request(self._lm, self._config, now, request, target, match.prefix, slot, arrival))
+        new = admission(self._lm, self._config, now, request, target, match.prefix, slot, self._arrivals)
+        self._change(admit_request(now, request, new, self._config))
         if (guidance := controller.start()) is not None:
             self._guide({target: guidance})
 
     def _controller(self, state: RequestState) -> Controller:
         """Return the controller of a request's answer at its beginning."""
         request = state.request
+        if request.scored:
+            return Scoring(request)
         controller = Controller()
         if request.lists:
             controller = Lists(request, self._lm.codec.text, self._token_classes, self._config)
         elif request.mode == "adaptive":
             controller = Tags(self._config, self._token_classes, self._codec.text if self._codec else None)
-        if request.scored:
-            return Scoring(request)
         if request.template is not None:
             controller = Filling(request, self._schemas, self._lm.codec.text, self._config)
         elif request.params.answer_grammar or request.params.branch_schema or request.params.prediction:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -31,25 +32,13 @@ from infer.scheduling.buckets import PROMPT_BESIDE
 
 log = logging.getLogger(__name__)
 
+Program: TypeAlias = tuple[str, Callable[[], jax.stages.Lowered]]  # its name, and the function that traces it
 NO_STEP = StopConditions(np.int32(0), np.int32(-1), np.int32(0), np.bool_(False))
 
 
-def compile_all(
-    lm: LanguageModel,
-    config: EngineConfig,
-    state: DecodeState,
-    buckets: Sequence[Bucket],
-    logprobs: bool,
-    checks: bool,
-) -> None:
-    """Compile the programs of steps, and the operations on rows between steps.
-
-    Args:
-        state: the state, which is not changed.
-        logprobs: compile the programs of log probabilities, too.
-        checks: compile the programs of checks, too.
-    """
-    programs, begun = _programs(lm, config, state, buckets, logprobs, checks), time.perf_counter()
+def compile_all(programs: Sequence[Program]) -> None:
+    """Compile programs."""
+    begun = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         names = {pool.submit(lower().compile): name for name, lower in programs}
         for number, compiled in enumerate(as_completed(names), 1):
@@ -58,15 +47,24 @@ def compile_all(
             log.info("program %d of %d: %s, %.0f s", number, len(programs), names[compiled], seconds)
 
 
-def _programs(
+def programs_of(
     lm: LanguageModel,
     config: EngineConfig,
     state: DecodeState,
     buckets: Sequence[Bucket],
     logprobs: bool,
     checks: bool,
-) -> list[tuple[str, Callable[[], jax.stages.Lowered]]]:
-    """Return the name of each program, and a function that traces it."""
+) -> list[Program]:
+    """Return the programs of steps, and the operations on rows between steps.
+
+    Args:
+        lm: the model.
+        config: configuration of the engine.
+        state: the state, which is not changed.
+        buckets: sizes of the steps.
+        logprobs: with the programs of log probabilities.
+        checks: with the programs of checks.
+    """
     batch, capacity = state.cache.tokens.shape
     words, branches = state.token_mask.shape[3], state.token_mask.shape[1]
     row, rows = np.int32(batch), np.zeros(2, np.int32)

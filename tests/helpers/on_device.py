@@ -35,11 +35,16 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Limits:
-    """What is measured: time until which tasks begin, seconds of `time.monotonic`; tokens, questions and tasks."""
+    """Limits of a run.
+
+    Attributes:
+        end: time after which no task begins, in seconds of `time.monotonic`.
+        max_new_tokens: maximum tokens of an answer.
+        tasks: maximum number of JSON tasks.
+    """
 
     end: float
     max_new_tokens: int
-    questions: int
     tasks: int
 
     @property
@@ -61,7 +66,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=24, help="maximum JSON tasks")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    limits = Limits(time.monotonic() + options.seconds, options.max_new_tokens, options.limit, options.tasks)
+    limits = Limits(time.monotonic() + options.seconds, options.max_new_tokens, options.tasks)
     read = [json.loads(line) for line in options.questions.read_text().splitlines()]
     questions = sorted(read, key=lambda question: question["category"] not in FIRST)[: options.limit]
     device = jax.devices()[0]

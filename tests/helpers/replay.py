@@ -26,7 +26,7 @@ from infer.decode.token_classes import ANY_TEXT, PARALLEL_START, TITLE_END, TITL
 from infer.decode.transition import advance
 from infer.engine import Engine
 from infer.request import Request, SamplingParams
-from infer.scheduling.admission import admit_request, new_state
+from infer.scheduling.admission import admission, admit_request, new_state
 from infer.scheduling.buckets import MAX_TOKENS, capacity_for
 
 
@@ -169,7 +169,8 @@ def replay(engine: Engine, prompt_token_ids: Sequence[int], answer_token_ids: Se
     # A budget of one token more than the answer has, so that its last token does not end the sequence.
     request = Request(tuple(prompt), SamplingParams(), "adaptive", len(answer) + 1, seed=0)
     capacity = capacity_for(len(prompt) + len(answer) + 1)
-    state = admit_request(lm, config, new_state(lm, config, 1, capacity), request, 0)
+    empty = new_state(lm, config, 1, capacity)
+    state = admit_request(empty, request, admission(lm, config, empty, request, 0), config)
     logits = np.full((len(answer), lm.config.vocab_size), np.nan, np.float32)
     block, widths_fed = -1, []
     while True:
