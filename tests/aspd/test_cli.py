@@ -407,7 +407,7 @@ def test_values_may_be_changed_before_and_behind_options(capsys: Any, tmp_path: 
 
 
 @pytest.mark.further
-def test_bench_fields_compares_both_modes_of_the_same_tasks(
+def test_bench_fields_compares_the_modes_of_the_same_tasks(
     capsys: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     settings = tiny_config(num_hidden_layers=1, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
@@ -422,8 +422,8 @@ def test_bench_fields_compares_both_modes_of_the_same_tasks(
     code, out, _ = run(capsys, "bench", "fields", "--model", str(model), *few, "--output", str(file))
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert code == 0 and "2 draft tokens in every step (lookup), 2 tasks" in out
-    assert [record["mode"] for record in records] == ["serial", "parallel"] * 2
-    assert [record["id"] for record in records] == ["1", "1", "3", "3"], "tasks are spread over all"
+    assert [record["mode"] for record in records] == ["serial", "exact", "parallel"] * 2
+    assert [record["id"] for record in records] == ["1"] * 3 + ["3"] * 3, "tasks are spread over all"
     assert file.with_suffix(".md").read_text() in out
 
 
