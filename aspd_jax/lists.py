@@ -45,11 +45,25 @@ _HEADING = re.compile(r"#{2,6}[ \t]+")
 _HEADING_TEXT = re.compile(r"(?P<opening>(?:\*\*)?)(?P<text>.*?)(?P<closing>[:：]?(?:\*\*)?[:：]?)[ \t]*\n")
 _RULE = re.compile(r"-{3}|_{3}|={3}|\*(?:[ \t]*\*){2,}[ \t]*\n")
 _KEPT = ("```", "~~~", "$$", "\\[", "\\begin{", "|", ">")  # beginnings of lines that belong to the item before them
-# Beginnings of a line that may still become a marker, a heading, a rule, code or a formula.
-_OPEN = re.compile(
-    r"[#*_=+–—·‣▪○-]*[ \t]*(?:\*{0,2}|[(（])[^\W\d_]*[ \t]*(?:\d{0,3}|[①-⑳])[.)）:：、．]?\ufe0f?\*{0,2}[ \t]*[-–—]?"
-    r"|[* \t]+|`{1,2}|~{1,2}|\$|\\[a-z]*"
-)
+
+
+def _open_pattern(words: str, numbers: str) -> re.Pattern[str]:
+    """Return the pattern of beginnings of a line that may still become a marker, heading, rule, code or formula.
+
+    Args:
+        words: pattern of words before the number.
+        numbers: pattern of the number, or of its beginning.
+    """
+    return re.compile(
+        rf"[#*_=+–—·‣▪○-]*[ \t]*(?:\*{{0,2}}|[(（])(?:{words})?[ \t]*(?:{numbers})[.)）:：、．]?\ufe0f?\*{{0,2}}[ \t]*"
+        r"[-–—]?|[* \t]+|`{1,2}|~{1,2}|\$|\\[a-z]*",
+        re.IGNORECASE,
+    )
+
+
+_OPEN = _open_pattern(r"[^\W\d_]+", r"\d{0,3}|[①-⑳]")
+_WORD_STARTS = sorted({word[:end] for word in WORDS.split("|") for end in range(1, len(word) + 1)})
+_FIRST_OPEN = _open_pattern("|".join(_WORD_STARTS), "0{0,2}1?|①|一")
 _BOLD = re.compile(
     rf"(?P<text>(?:(?!\*\*)[^\n]){{1,{MAX_BOLD}}}?)(?P<closing>[:：.]?\*\*(?:[ \t]?[:：]|[ \t][-–—](?=[ \t]))?)"
 )
@@ -167,12 +181,6 @@ class TextList(NamedTuple):
     gaps: tuple[str, ...]
 
 
-def open_line(text: str) -> int | None:
-    """Return the offset of the last line of a text, on which a list may begin; None: it is in code or a formula."""
-    *_, (start, _, protected) = _lines(text)
-    return None if protected else start
-
-
 class Beginning(NamedTuple):
     """A line that begins a list that may fork, or may begin one.
 
@@ -197,17 +205,24 @@ class ListDetector:
     def __init__(self, messages: Sequence[str]) -> None:
         self._messages = messages
         self._passed: ListForm | None = None
+        self._read = 0  # characters of the lines that are complete
 
     def pass_over(self, form: ListForm) -> None:
         """Take the next items of this form for parts of a list that goes on serially."""
         self._passed = form
 
     def look(self, text: str) -> Beginning | None:
-        """Return what the last line of a text begins; None: no list that may fork, whatever follows in the line."""
-        place = open_line(text)
-        if place is None:
+        """Return what the last line of a text begins; None: no list that may fork, whatever follows in the line.
+
+        It need not be called for a line whose first token cannot begin an item (`begins_item`).
+        """
+        *complete, (place, line, protected) = _lines(text)
+        for start, other, inside in complete:
+            if start >= self._read and not inside:
+                self._begins(other)
+        self._read = place
+        if protected:
             return None
-        line = text[place:]
         begins = self._begins(line)
         if begins is False:
             return None
@@ -247,7 +262,7 @@ def begins_item(line: str) -> bool | None:
         return _begins_bold(line)
     if _BULLET.match(line):
         return True
-    return None if line[:1] not in (" ", "\t") and _OPEN.fullmatch(line) else False
+    return None if line[:1] not in (" ", "\t") and _FIRST_OPEN.fullmatch(line) else False
 
 
 def lead_of(line: str) -> Lead | None:

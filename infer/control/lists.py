@@ -37,11 +37,10 @@ from infer.control.masks import token_bits
 from infer.control.tags import text_rule
 from infer.decode.guidance import RowGuidance, SerialRule
 from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
-from infer.decode.token_classes import ANY_TEXT, END, IN_LINE, LINE, MARK, TokenClasses
+from infer.decode.token_classes import ANY_TEXT, END, IN_LINE, ITEM, LINES, MARK, OPENER, TokenClasses
 from infer.request import Request
 
-LINES = 1 << LINE
-MARKS = LINES | 1 << MARK
+MARKS = LINES | 1 << MARK | 1 << OPENER
 SCRATCH = SerialRule(ANY_TEXT, ANY_TEXT)  # leads end neither the answer nor the sequence
 
 
@@ -119,9 +118,8 @@ class Lists(Controller):
         self._base = 0  # position of the first token of the answer
 
     def start(self) -> RowGuidance:
-        """Return the decisions before the prompt is fed: the sequence waits after the first token of its answer."""
-        self._line = 0
-        return RowGuidance(left={0: 1}, stops={0: LINES})
+        """Return the decisions before the prompt is fed: the sequence waits where a line may begin an item."""
+        return RowGuidance(stops={0: 1 << ITEM})
 
     def read(self, output: RequestOutput) -> RequestOutput:
         """Return an output with its lists as blocks."""
@@ -171,8 +169,8 @@ class Lists(Controller):
         return self._begin_list(serial, text, begun.place, begun.lead, output)
 
     def _text(self) -> RowGuidance:
-        """Let serial text go on to the next end of a line."""
-        return RowGuidance({0: ()}, stops={0: LINES}, serial=text_rule(forks=False))
+        """Let serial text go on to the next line that may begin an item."""
+        return RowGuidance({0: ()}, stops={0: 1 << ITEM}, serial=text_rule(forks=False))
 
     def _tokens_before(self, serial: Sequence[int], place: int) -> int:
         """Return the number of tokens that end in the first `place` characters of serial text."""
@@ -225,7 +223,7 @@ class Lists(Controller):
 
     def _until_lead(self, text: str, serial: Sequence[int]) -> int:
         """Return the tokens without a punctuation mark after which the lead that a text begins may have ended."""
-        marked = int(self._classes.kind[serial[-1]]) == MARK  # what a mark ends depends on what follows it
+        marked = int(self._classes.kind[serial[-1]]) in (MARK, OPENER)  # what a mark ends depends on what follows it
         return 1 if marked else max(1, CLAUSE_WORDS - len(text.split()))
 
     @property
@@ -238,11 +236,11 @@ class Lists(Controller):
         return self._encode(opened.form.separator + opened.form.marker(len(opened.items)).rstrip(" "))
 
     def _scratch(self, opened: OpenList, size: int, known: Sequence[int], output: RequestOutput) -> RowGuidance:
-        """Feed known text behind the first `size` serial tokens, and sample a token that may begin a lead."""
+        """Feed known text behind the first `size` serial tokens, and let the model write a lead behind it."""
         allowed = ((IN_LINE >> self._classes.kind.astype(np.int32)) & 1 > 0) & ~self._classes.marker
         allowed[opened.barred] = False
         mask = token_bits(allowed, -(-allowed.size // 32))
-        guidance = RowGuidance({0: [mask]}, {0: 1}, {0: 0}, serial=SCRATCH)
+        guidance = RowGuidance({0: [mask]}, {0: CLAUSE_WORDS}, {0: MARKS}, serial=SCRATCH)
         return self._resumed(guidance, size, output, known)
 
     # Bodies

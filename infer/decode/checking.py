@@ -34,7 +34,7 @@ from infer.decode.derived import derive
 from infer.decode.grammar import LaneTokens, sample_lanes
 from infer.decode.inputs import Lanes
 from infer.decode.packed import Packed
-from infer.decode.state import DecodeState, EngineConfig, replicate, shard_state
+from infer.decode.state import MASK_EACH, UNMASKED, DecodeState, EngineConfig, replicate, shard_state
 from infer.decode.transition import advance
 
 LANES = 64  # maximum lanes whose logits are in memory at a time
@@ -120,7 +120,9 @@ def run_checks(
     )
     lanes = Lanes(checks.row, none, layout, checks.nth, checks.bits)
     hidden, filled = forward(params, state, config, tokens, bucket)
-    masked = s.segments.masked.at[:, 0].set(jnp.where(checked, checks.masked, s.segments.masked[:, 0]))
+    masked = s.segments.masked.at[:, 0].set(
+        jnp.where(checked, jnp.where(checks.masked, MASK_EACH, UNMASKED), s.segments.masked[:, 0])
+    )
     s = count_step(s._replace(segments=s.segments._replace(masked=masked)), fed)
     state = state._replace(cache=filled, sequence=s)
     sampled = _sample(params, state, config, tokens, lanes, hidden)

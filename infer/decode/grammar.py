@@ -18,7 +18,7 @@ from jaxtyping import Int32
 from infer.decode.derived import Derived
 from infer.decode.inputs import Lanes
 from infer.decode.sampling import sample
-from infer.decode.state import DecodeState, EngineConfig
+from infer.decode.state import UNMASKED, DecodeState, EngineConfig
 from infer.decode.token_classes import ANY_TEXT, BRANCH_END, END
 
 
@@ -27,7 +27,7 @@ def legal_tokens(state: DecodeState, derived: Derived, config: EngineConfig, lan
     serial, branch = state.sequence.cursor.rule[lanes.row], _branch_rule(state, derived, lanes)
     rule = jnp.where(lanes.branch == 0, serial, branch)
     legal = (rule[:, None] >> state.classes.astype(jnp.int32)) & 1 > 0
-    masked = state.sequence.segments.masked
+    masked = state.sequence.segments.masked != UNMASKED
     return jax.lax.cond(jnp.any(masked), lambda: apply_token_mask(legal, state, lanes), lambda: legal)
 
 
@@ -39,7 +39,7 @@ def apply_token_mask(legal: jax.Array, state: DecodeState, lanes: Lanes) -> jax.
     bits = state.token_mask[lanes.row, lanes.branch, 0] if lanes.bits is None else lanes.bits
     each = (bits[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     both = legal & (each.reshape(len(bits), -1)[:, : legal.shape[1]] > 0)
-    bound = state.sequence.segments.masked[lanes.row, lanes.branch] & both.any(axis=1)
+    bound = (state.sequence.segments.masked[lanes.row, lanes.branch] != UNMASKED) & both.any(axis=1)
     return jnp.where(bound[:, None], both, legal)
 
 

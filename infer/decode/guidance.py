@@ -26,10 +26,13 @@ from infer.decode.packed import Packed
 from infer.decode.state import (
     A_TEXT,
     FORK,
+    MASK_EACH,
+    MASK_ONCE,
     MERGE,
     NO_LIMIT,
     RUNNING,
     SERIAL,
+    UNMASKED,
     DecodeState,
     EngineConfig,
     Segments,
@@ -52,7 +55,8 @@ class RowGuidance:
 
     Attributes:
         masks: tokens that may come next, and after each draft token, uint32 [W] each, by segment: 0 is serial, k is
-            branch k. Empty: any. A segment with masks waits again after the next step.
+            branch k. Empty: any. A segment with masks waits again after the next step, unless `left` is more than
+            one token: then it goes on without a mask.
         left: tokens after which segments wait again, by segment.
         stops: classes of tokens after which segments wait, by segment; the others keep theirs, and new branches have
             none.
@@ -108,7 +112,7 @@ class Guidance(NamedTuple):
     Attributes:
         row, segment: segments that are changed; a row out of range: none.
         mask_row: `row` where the token mask changes; out of range elsewhere.
-        masked: whether `bits` restrict the next tokens.
+        masked: whether `bits` restrict the next tokens (`Segments.masked`).
         bits: token masks.
         left: see `Segments`; NO_LIMIT where none is given.
         stops: see `Segments`; -1: unchanged.
@@ -131,7 +135,7 @@ class Guidance(NamedTuple):
     row: Int32[Array, " P"]
     segment: Int32[Array, " P"]
     mask_row: Int32[Array, " P"]
-    masked: Bool[Array, " P"]
+    masked: Int32[Array, " P"]
     bits: UInt32[Array, "P 1+D W"]
     left: Int32[Array, " P"]
     stops: Int32[Array, " P"]
@@ -157,7 +161,7 @@ class Guidance(NamedTuple):
 
 def guidance_arrays(
     rows: Mapping[int, RowGuidance], batch: int, words: int, config: EngineConfig, min_size: int = 1
-) -> Guidance:
+) -> Packed[Guidance]:
     """Return the decisions for rows as arrays. P is 1, or a power of two with room for a fork: few programs.
 
     Args:
@@ -183,7 +187,7 @@ def guidance_arrays(
         "row": np.full(size, batch, np.int32),
         "segment": np.zeros(size, np.int32),
         "mask_row": np.full(size, batch, np.int32),
-        "masked": np.zeros(size, bool),
+        "masked": np.full(size, UNMASKED, np.int32),
         "bits": np.zeros((size, 1 + config.draft_tokens, words), np.uint32),
         "left": np.full(size, NO_LIMIT, np.int32),
         "stops": np.full(size, -1, np.int32),
@@ -209,9 +213,11 @@ def guidance_arrays(
         made.row[number], made.segment[number] = row, segment
         masks, drafts = guidance.masks.get(segment), guidance.drafts.get(segment)
         if masks is not None:
-            made.mask_row[number], made.masked[number] = row, len(masks) > 0
+            made.mask_row[number] = row
             made.bits[number, : len(masks)] = np.reshape(masks, (-1, words))
-        made.left[number] = min(guidance.left.get(segment, NO_LIMIT), len(masks or ()) or NO_LIMIT)
+        made.left[number] = guidance.left.get(segment, len(masks or ()) or NO_LIMIT)
+        if masks:
+            made.masked[number] = MASK_ONCE if guidance.left.get(segment, 1) > 1 else MASK_EACH
         made.stops[number] = guidance.stops.get(segment, -1)
         if drafts is not None:
             made.drafts[number, : len(drafts)], made.drafted[number] = drafts, max(segment - 1, 0)
@@ -231,13 +237,16 @@ def guidance_arrays(
                 values[row] = value
         for name in ("ending", "closed", "emptied"):
             getattr(made, name)[row, [number - 1 for number in getattr(guidance, name)]] = True
-    result: Guidance = made
+    result: Packed[Guidance] = Packed.pack(made)
     return result
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
-def guide(state: DecodeState, guidance: Guidance, config: EngineConfig) -> tuple[DecodeState, Packed[StepSummary]]:
+def guide(
+    state: DecodeState, decisions: Packed[Guidance], config: EngineConfig
+) -> tuple[DecodeState, Packed[StepSummary]]:
     """Apply decisions of the host; return the state and its summary."""
+    guidance = decisions.unpack()
     at = guidance.mask_row, guidance.segment
     token_mask = state.token_mask.at[at].set(guidance.bits, mode="drop")
     draft = state.sequence.draft.at[guidance.row, guidance.drafted].set(guidance.drafts, mode="drop")

@@ -1,4 +1,4 @@
-"""Packing of small arrays into one device-to-host transfer, because each transfer has a fixed cost."""
+"""Packing of small arrays into one transfer between host and device, because each transfer has a fixed cost."""
 
 from __future__ import annotations
 
@@ -14,45 +14,51 @@ Tree = TypeVar("Tree")
 
 @jax.tree_util.register_pytree_node_class
 class Packed(Generic[Tree]):
-    """A pytree of int32 and bool arrays, packed into one array.
+    """A pytree of int32, uint32 and bool arrays, packed into one array.
 
     Attributes:
         array: elements of all leaves, int32 [T].
         form: structure of the tree, and shape and dtype of each leaf.
     """
 
-    def __init__(self, array: jax.Array, form: tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]) -> None:
+    def __init__(self, array: Any, form: tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]) -> None:
         self.array, self.form = array, form
 
     @classmethod
     def pack(cls, tree: Tree) -> Packed[Tree]:
-        """Pack a tree on the device.
+        """Pack a tree of NumPy arrays on the host, or of JAX arrays on the device.
 
         Raises:
-            TypeError: a leaf is neither int32 nor bool.
+            TypeError: a leaf has another dtype.
         """
         leaves, structure = jax.tree.flatten(tree)
-        if any(leaf.dtype not in (jnp.int32, jnp.bool_) for leaf in leaves):
-            raise TypeError("expected int32 and bool arrays only")
-        array = jnp.concatenate([leaf.reshape(-1).astype(jnp.int32) for leaf in leaves])
+        if any(leaf.dtype not in (jnp.int32, jnp.uint32, jnp.bool_) for leaf in leaves):
+            raise TypeError("expected int32, uint32 and bool arrays only")
+        parts = [leaf.reshape(-1).astype(np.int32) for leaf in leaves]
+        on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+        array = np.concatenate(parts) if on_host else jnp.concatenate(parts)
         return cls(array, (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)))
 
     def read(self) -> Tree:
         """Transfer the array to the host and return the tree with NumPy arrays."""
+        return Packed(np.asarray(self.array), self.form).unpack()
+
+    def unpack(self) -> Tree:
+        """Return the tree; inside of compiled programs, too."""
         structure, kinds = self.form
-        array, shaped, start = np.asarray(self.array), [], 0
+        shaped, start = [], 0
         for shape, kind in kinds:
             end = start + prod(shape)
-            shaped.append(array[start:end].reshape(shape).astype(kind, copy=False))
+            shaped.append(self.array[start:end].reshape(shape).astype(kind))
             start = end
         tree: Tree = jax.tree.unflatten(structure, shaped)
         return tree
 
-    def tree_flatten(self) -> tuple[tuple[jax.Array], Any]:
+    def tree_flatten(self) -> tuple[tuple[Any], Any]:
         """Return children and auxiliary data, for JAX."""
         return (self.array,), self.form
 
     @classmethod
-    def tree_unflatten(cls, form: Any, arrays: tuple[jax.Array]) -> Packed[Tree]:
+    def tree_unflatten(cls, form: Any, arrays: tuple[Any]) -> Packed[Tree]:
         """Rebuild the object, for JAX."""
         return cls(*arrays, form)

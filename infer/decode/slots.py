@@ -14,6 +14,7 @@ from jaxtyping import Int32, UInt32
 
 from aspd_jax.layout import Array, Layout
 from aspd_jax.model.cache import OTHER
+from infer.decode.decode_step import StepSummary, summarise
 from infer.decode.packed import Packed
 from infer.decode.state import (
     NO_LIMIT,
@@ -126,8 +127,10 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def append_text(
     state: DecodeState, row: jax.Array, tokens: jax.Array, size: jax.Array, config: EngineConfig
-) -> DecodeState:
+) -> tuple[DecodeState, Packed[StepSummary]]:
     """Append known serial text to a row that has no pending tokens; the next steps feed it as they feed a prompt.
+
+    Returns the state and its summary.
 
     Args:
         row: index of the cache row; out of range means none.
@@ -153,7 +156,7 @@ def append_text(
     )
     cache = cache._replace(tokens=put(cache.tokens, tokens), layout=layout)
     state = state._replace(sequence=state.sequence._replace(cursor=cursor), cache=cache)
-    return shard_state(state, config.mesh)
+    return shard_state(state, config.mesh), summarise(state, config)
 
 
 @partial(jax.jit, static_argnames=("config", "slots"), donate_argnames="state")

@@ -37,6 +37,7 @@ PROMPT = 4  # the rest of the prompt, or of text that the host appended; the nex
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # values of `Cursor.finish`
 A_TEXT, A_TITLE, A_NUMBER = 0, 1, 2  # values of `Cursor.writes`
+UNMASKED, MASK_EACH, MASK_ONCE = 0, 1, 2  # values of `Segments.masked`
 NO_LIMIT = 1 << 30  # `Segments.left` where the host does not have to look
 MAX_BRANCHES = 1 << 12  # limit of N; blocks and branches share one number in random streams
 
@@ -165,7 +166,8 @@ class Segments(NamedTuple):
         queue: pending tokens in the order in which they are fed. Those of a closed branch wait for the merge.
         queued: number of pending tokens.
         sampled: tokens sampled so far.
-        masked: whether `DecodeState.token_mask` restricts the next tokens; the segment waits for the host after a step.
+        masked: whether `DecodeState.token_mask` restricts the next tokens: UNMASKED; MASK_EACH: the segment waits for
+            the host after a step; MASK_ONCE: it goes on without a mask.
         stops: classes of tokens after which the segment waits for the host: bit c for class c. END: the host ends the
             branch, also at a closing tag.
         left: tokens after which it waits; 0: it waits. Meanwhile the sequence is not fed.
@@ -174,7 +176,7 @@ class Segments(NamedTuple):
     queue: Int32[Array, "B M Q"]
     queued: Int32[Array, "B M"]
     sampled: Int32[Array, "B M"]
-    masked: Bool[Array, "B M"]
+    masked: Int32[Array, "B M"]
     stops: Int32[Array, "B M"]
     left: Int32[Array, "B M"]
 

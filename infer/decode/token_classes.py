@@ -11,11 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from aspd_jax.lists import begins_item
 from aspd_jax.tokens import TextCodec
 
-TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER, LINE, MARK = range(11)
-IN_LINE = 1 << TEXT | 1 << MARK  # rule of plain text within a line: bit c permits class c
-ANY_TEXT = IN_LINE | 1 << LINE  # rule of plain text
+TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER = range(9)
+LINE, MARK, OPENER, LINE_OPENER = range(9, 13)
+ITEM = 13  # of `Segments.stops` only: a LINE_OPENER, or an OPENER at the beginning of a line
+IN_LINE = 1 << TEXT | 1 << MARK | 1 << OPENER  # rule of plain text within a line: bit c permits class c
+LINES = 1 << LINE | 1 << LINE_OPENER
+ANY_TEXT = IN_LINE | LINES  # rule of plain text
 _MARKS = re.compile(r"[*:.!?,;()–—-]|[：。！？，；、（]")  # what may end the lead of a list item
 NO_NUMBER, SLASH = -1, -2  # values of `TokenClasses.number`
 
@@ -24,8 +28,8 @@ class TokenClasses(NamedTuple):
     """The class and the properties of every token.
 
     Attributes:
-        kind: class, uint8 [V]; LINE: text with a line break; MARK: with a punctuation
-            mark.
+        kind: class, uint8 [V]; LINE: text with a line break; MARK: text with a punctuation mark; OPENER: text that may
+            begin a list item at the beginning of a line; LINE_OPENER: LINE, and what follows the break may do so.
         marker: whether a token has no letters, bool [V]: digits, blanks and punctuation, as in "3/5 " and "2. ".
         number: number that a token spells, int16 [V]; SLASH; otherwise NO_NUMBER.
         scale: 10 to the power of the number of digits of a token that has nothing else, int16 [V]; otherwise 1.
@@ -63,10 +67,18 @@ def token_classes(
         marker[:] = [bool(text) and not any(char.isalpha() or char == "\ufffd" for char in text) for text in texts]
         number[:] = [number_of(text.strip()) for text in texts]
         scale[:] = [10 ** len(text) if number_of(text) >= 0 else 1 for text in texts]
+        marked = np.asarray([bool(_MARKS.search(text)) for text in texts])
         breaks = np.asarray([len(f"{text}.".splitlines()) > 1 for text in texts])
-        kind[breaks & (kind == TEXT)] = LINE
-        kind[np.asarray([bool(_MARKS.search(text)) for text in texts]) & (kind == TEXT)] = MARK
+        opens = np.asarray([_may_open(text) for text in texts])
+        text = np.select([breaks & opens, breaks, opens, marked], [LINE_OPENER, LINE, OPENER, MARK], TEXT)
+        kind = np.where(kind == TEXT, text, kind).astype(np.uint8)
     return TokenClasses(kind, marker, number, scale)
+
+
+def _may_open(text: str) -> bool:
+    """Return whether the last line of a token may begin a list item; a part of a character may."""
+    line = text.rpartition("\n")[2]
+    return bool(line) and ("\ufffd" in line or begins_item(line) is not False)
 
 
 def number_of(text: str) -> int:

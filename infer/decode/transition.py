@@ -18,6 +18,8 @@ from infer.decode.inputs import Inputs, Lanes
 from infer.decode.state import (
     A_TEXT,
     LENGTH,
+    MASK_EACH,
+    MASK_ONCE,
     MERGE,
     NO_LIMIT,
     PARALLEL,
@@ -25,13 +27,14 @@ from infer.decode.state import (
     RUNNING,
     SERIAL,
     STOP,
+    UNMASKED,
     Budget,
     DecodeState,
     EngineConfig,
     Segments,
     SequenceState,
 )
-from infer.decode.token_classes import BRANCH_END, END, TITLE_START
+from infer.decode.token_classes import BRANCH_END, END, ITEM, LINE_OPENER, LINES, OPENER, TITLE_START
 
 
 class SegmentTokens(NamedTuple):
@@ -97,9 +100,13 @@ def hold(state: DecodeState, derived: Derived, inputs: Inputs) -> DecodeState:
 def _left_after(state: DecodeState, tokens: SegmentTokens) -> Int32[Array, "B M"]:
     """Return `Segments.left` after tokens, `tokens` [B, M] each."""
     segments, token = state.sequence.segments, tokens.token
+    # Before the first token behind a prompt or known text, nothing is pending: it may begin a line.
+    last = jnp.take_along_axis(segments.queue, jnp.maximum(segments.queued - 1, 0)[..., None], axis=2)[..., 0]
+    at_line = ((LINES >> state.classes[last].astype(jnp.int32)) & 1 > 0) | (segments.queued == 0)
+    item = (tokens.kind == LINE_OPENER) | ((tokens.kind == OPENER) & at_line)
     words = jnp.take_along_axis(state.stop_tokens, token // 32, axis=1)
     in_set = (words >> (token % 32).astype(jnp.uint32)) & 1 > 0
-    stops = in_set | ((segments.stops >> tokens.kind) & 1 > 0)
+    stops = in_set | ((segments.stops >> tokens.kind) & 1 > 0) | (item & ((segments.stops >> ITEM) & 1 > 0))
     fewer = jnp.where(segments.left < NO_LIMIT, segments.left - 1, NO_LIMIT)
     return jnp.where(tokens.active, jnp.where(stops, 0, fewer), segments.left)
 
@@ -126,10 +133,17 @@ def _hold_silent(state: DecodeState, derived: Derived, fed: jax.Array) -> Decode
 
 
 def _hold_masked(state: DecodeState, lanes: Lanes) -> DecodeState:
-    """Let segments with a token mask wait for the host, which makes the next one; `lanes` took tokens."""
+    """Let segments wait for the host, which makes their next token mask; others go on without one.
+
+    Args:
+        lanes: lanes that took tokens.
+    """
     segments, at = state.sequence.segments, (lanes.row, lanes.branch)
-    left = jnp.where(segments.masked.at[at].get(mode="clip"), 0, segments.left.at[at].get(mode="clip"))
-    segments = segments._replace(left=segments.left.at[at].set(left, mode="drop"))
+    masked, left = (field.at[at].get(mode="clip") for field in (segments.masked, segments.left))
+    segments = segments._replace(
+        left=segments.left.at[at].set(jnp.where(masked == MASK_EACH, 0, left), mode="drop"),
+        masked=segments.masked.at[at].set(jnp.where(masked == MASK_ONCE, UNMASKED, masked), mode="drop"),
+    )
     return state._replace(sequence=state.sequence._replace(segments=segments))
 
 

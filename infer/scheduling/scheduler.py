@@ -388,8 +388,9 @@ class Scheduler:
         for row, text in texts.items():
             size = max(MIN_PROMPT, next_power(len(text)))
             tokens = np.pad(np.asarray(text, np.int32), (0, size - len(text)))
-            self._change(append_text(self._state_now(), np.int32(row), tokens, np.int32(len(text)), self._config))
-        self._summary = self._summary if texts else summary.read()
+            state, summary = append_text(self._state_now(), np.int32(row), tokens, np.int32(len(text)), self._config)
+            self._change(state)
+        self._summary = summary.read()
         for row, guidance in rows.items():
             self._running[row].output.apply(guidance, self._config)
         checks, passes = {row: guidance.check for row, guidance in rows.items() if guidance.check}, 0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from aspd_jax.blocks.checks import similar
 from aspd_jax.lists import (
     Body,
+    ListDetector,
     ListForm,
     begins_item,
     body_of,
@@ -20,7 +21,6 @@ from aspd_jax.lists import (
     lead_of,
     lists_of,
     next_lead,
-    open_line,
 )
 from tests.conftest import shared
 
@@ -175,9 +175,13 @@ def test_ends_of_bodies(form: ListForm, body: str, behind: str, kind: str) -> No
     ("begin", "end"), [("```\n", "```"), ("$$\n", "$$"), ("As:\n\\[ x\n", "\\]"), ("~~~\n", "~~~")]
 )
 def test_no_list_begins_in_code_or_formulas(begin: str, end: str) -> None:
-    assert open_line(begin) is None and open_line(f"{begin}1. x") is None and open_line(begin + end) is None
-    assert open_line(f"{begin}1. x\n{end}\n1. y") == len(begin) + len(end) + 6
-    assert open_line("a\nb") == 2 and open_line("") == 0
+    def place(text: str) -> int | None:
+        found = ListDetector([]).look(text)
+        return found.place if found else None
+
+    assert place(begin) is None and place(f"{begin}1. x") is None and place(begin + end) is None
+    assert place(f"{begin}1. x\n{end}\n1. y") == len(begin) + len(end) + 6
+    assert place("a\n1. b") == 2 and place("1. b") == 0
 
 
 PIECES = st.sampled_from(

@@ -21,7 +21,7 @@ from infer.control.lists import Lists
 from infer.control.masks import permits
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, NO_LIMIT, RUNNING, STOP, EngineConfig
-from infer.decode.token_classes import TokenClasses, token_classes
+from infer.decode.token_classes import ITEM, LINE_OPENER, LINES, OPENER, TokenClasses, token_classes
 from infer.request import Request
 
 BASE = 7  # position of the first token of the answer
@@ -35,7 +35,7 @@ BODIES = {
 }
 
 
-ITEM = re.compile(r"^(\d+)\. \*\*", re.MULTILINE)
+MARKER = re.compile(r"^(\d+)\. \*\*", re.MULTILINE)
 
 
 def model(*leads: str, kept: int = 9, opening: str = "Tips:\n\n") -> Callable[[str, str], str]:
@@ -51,8 +51,8 @@ def model(*leads: str, kept: int = 9, opening: str = "Tips:\n\n") -> Callable[[s
         context = serial + branch
         if len(context) < len(opening):
             return opening[len(context) :]
-        items, line = list(ITEM.finditer(context)), context.rpartition("\n")[2]
-        is_marker = line[:1].isdigit() and not ITEM.match(line)
+        items, line = list(MARKER.finditer(context)), context.rpartition("\n")[2]
+        is_marker = line[:1].isdigit() and not MARKER.match(line)
         if not items or is_marker or context.endswith("\n\n"):
             goes_on = len(items) < min(kept, len(leads)) or is_marker
             return f"{len(items) + 1}. **"[len(line) :] if goes_on else "Good luck."
@@ -82,6 +82,7 @@ class Device:
     live: set[int] = field(default_factory=set)
     left: dict[int, int] = field(default_factory=dict)
     stops: dict[int, int] = field(default_factory=dict)
+    known: bool = True  # whether no sampled token is before the next one
     tokens_left: int = 0
     finish: int = RUNNING
     steps: int = 0
@@ -109,6 +110,7 @@ class Device:
             self.branches, self.live = {}, set()
         self.tokens_left -= guidance.spent
         self.serial += guidance.text
+        self.known = self.known or bool(guidance.text)
         self.left = {**dict.fromkeys(self.left, NO_LIMIT), **guidance.left}
         self.stops |= guidance.stops
         self.masks = {segment: mask[0] for segment, mask in guidance.masks.items() if mask}
@@ -127,15 +129,20 @@ class Device:
         mask = self.masks.get(segment)
         if mask is not None and not permits(mask, token):
             token = next(token for token in range(mask.size * 32) if permits(mask, token))
-        (self.branches[segment] if segment else self.serial).append(token)
+        written = self.branches[segment] if segment else self.serial
+        begins_line = self.known or bool(LINES >> int(self.classes.kind[written[-1]]) & 1)
+        self.known = self.known and segment > 0
+        written.append(token)
         self.tokens_left -= 1
         if not segment and token == self.end:
             self.finish = STOP
         elif not segment and self.tokens_left <= 0:
             self.finish = LENGTH
         self.left[segment] = self.left.get(segment, NO_LIMIT) - 1
-        stops = self.stops.get(segment, 0) >> int(self.classes.kind[token]) & 1
-        return mask is not None or bool(stops) or self.left[segment] <= 0
+        kind, stops = int(self.classes.kind[token]), self.stops.get(segment, 0)
+        item = kind == LINE_OPENER or (kind == OPENER and begins_line)
+        each = self.masks.pop(segment, None) is not None and self.left[segment] + 1 >= NO_LIMIT
+        return each or bool(stops >> kind & 1) or (item and bool(stops >> ITEM & 1)) or self.left[segment] <= 0
 
     def run(self) -> RequestOutput:
         self.tokens_left, start = self.budget, self.controller.start()
