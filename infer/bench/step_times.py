@@ -129,7 +129,7 @@ def measure_steps(
         mesh=lm.mesh,
     )  # fmt: skip
     capacity = capacity_for(context + (steps + 1) * limit)
-    limits = StopConditions(np.int32(steps), np.int32(-1), np.int32(limit), np.bool_(False))
+    limits = StopConditions.pack(steps, larger=limit)
     state = new_state(lm, config, 1, capacity)
     times: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(repeats + 1):  # the first runs compile

@@ -72,7 +72,7 @@ class CheckArrays(NamedTuple):
     bits: UInt32[Array, "T W"]
 
 
-def check_arrays(checks: Mapping[int, Check], batch: int, words: int, size: int) -> CheckArrays:
+def check_arrays(checks: Mapping[int, Check], batch: int, words: int, size: int) -> Packed[CheckArrays]:
     """Return checks by row as arrays; `batch`: B, `words`: W, `size`: T."""
     tokens: Any = (np.full(size, batch, np.int32), np.zeros(size, np.int32), np.zeros(size, np.int32))
     masks: Any = (np.zeros(batch, bool), np.zeros((size, words), np.uint32))
@@ -83,23 +83,24 @@ def check_arrays(checks: Mapping[int, Check], batch: int, words: int, size: int)
         made.row[place], made.token[place], made.nth[place] = row, one.tokens, range(len(one.tokens))
         if one.masks:
             made.masked[row], made.bits[place] = True, one.masks
-    result: CheckArrays = made
+    result: Packed[CheckArrays] = Packed.pack(made)
     return result
 
 
 @partial(jax.jit, static_argnames=("config", "bucket"), donate_argnames="state")
 def run_checks(
-    params: Any, state: DecodeState, checks: CheckArrays, config: EngineConfig, bucket: Bucket
+    params: Any, state: DecodeState, arrays: Packed[CheckArrays], config: EngineConfig, bucket: Bucket
 ) -> tuple[DecodeState, Packed[StepSummary]]:
     """Feed draft tokens, and take the samples up to the first difference; the sequences wait for the host afterwards.
 
     Args:
         params: parameters of the model.
         state: state in which the sequences are in serial text, and have their last token pending, or none.
-        checks: tokens that fit the budgets of their sequences.
+        arrays: tokens that fit the budgets of their sequences.
         config: configuration of the engine.
         bucket: sizes of the program.
     """
+    checks = arrays.unpack()
     (batch, capacity), s, cache = state.cache.tokens.shape, state.sequence, state.cache
     own, real = jnp.minimum(checks.row, batch - 1), checks.row < batch
     fed = jnp.zeros(batch, jnp.int32).at[checks.row].add(1, mode="drop")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Int32
 
 from aspd_jax.layout import Array
@@ -125,6 +126,12 @@ class StopConditions(NamedTuple):
     larger: Int32[Array, ""]
     join: Bool[Array, ""]
 
+    @classmethod
+    def pack(cls, steps: int, smaller: int = -1, larger: int = 0, join: bool = False) -> Packed[StopConditions]:
+        """Return conditions for `run`."""
+        made: Any = cls(np.int32(steps), np.int32(smaller), np.int32(larger), np.bool_(join))
+        return Packed.pack(made)
+
 
 class TokenLog(NamedTuple):
     """Tokens that segments took in a run.
@@ -208,7 +215,7 @@ def _summary(state: DecodeState, need: Widths, steps_left: jax.Array | int, log:
 def run(
     params: Any,
     state: DecodeState,
-    conditions: StopConditions,
+    stops: Packed[StopConditions],
     config: EngineConfig,
     bucket: Bucket,
     drafting: bool,
@@ -217,6 +224,7 @@ def run(
 
     The plan of a step is made once: by the step before it, or before the loop.
     """
+    conditions = stops.unpack()
     if not drafting:
         state = state._replace(sequence=state.sequence._replace(draft=jnp.full_like(state.sequence.draft, -1)))
     running = jnp.sum(state.sequence.cursor.finish == RUNNING)

@@ -14,7 +14,7 @@ Tree = TypeVar("Tree")
 
 @jax.tree_util.register_pytree_node_class
 class Packed(Generic[Tree]):
-    """A pytree of int32, uint32 and bool arrays, packed into one array.
+    """A pytree of arrays of 32 bits and of bool, packed into one array.
 
     Attributes:
         array: elements of all leaves, int32 [T].
@@ -32,10 +32,11 @@ class Packed(Generic[Tree]):
             TypeError: a leaf has another dtype.
         """
         leaves, structure = jax.tree.flatten(tree)
-        if any(leaf.dtype not in (jnp.int32, jnp.uint32, jnp.bool_) for leaf in leaves):
-            raise TypeError("expected int32, uint32 and bool arrays only")
-        parts = [leaf.reshape(-1).astype(np.int32) for leaf in leaves]
-        on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+        if any(leaf.dtype != jnp.bool_ and leaf.dtype.itemsize != 4 for leaf in leaves):
+            raise TypeError("expected arrays of 32 bits and of bool only")
+        flat = [leaf.reshape(-1) for leaf in leaves]
+        parts = [leaf.astype(np.int32) if leaf.dtype == jnp.bool_ else leaf.view(np.int32) for leaf in flat]
+        on_host = all(isinstance(leaf, np.ndarray) for leaf in flat)
         array = np.concatenate(parts) if on_host else jnp.concatenate(parts)
         return cls(array, (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)))
 
@@ -49,7 +50,8 @@ class Packed(Generic[Tree]):
         shaped, start = [], 0
         for shape, kind in kinds:
             end = start + prod(shape)
-            shaped.append(self.array[start:end].reshape(shape).astype(kind))
+            part = self.array[start:end].reshape(shape)
+            shaped.append(part.astype(kind) if kind == jnp.bool_ else part.view(kind))
             start = end
         tree: Tree = jax.tree.unflatten(structure, shaped)
         return tree

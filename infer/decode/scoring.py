@@ -16,6 +16,7 @@ from jaxtyping import Int32
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import OTHER, Bucket, TokenBatch
 from infer.decode.decode_step import forward, logits_of
+from infer.decode.packed import Packed
 from infer.decode.state import DecodeState, EngineConfig, replicate, shard_state
 
 MAX_READS = 512  # R
@@ -53,7 +54,7 @@ def max_lanes(bucket: Bucket) -> int:
 
 @partial(jax.jit, static_argnames=("config", "bucket"), donate_argnames="state")
 def score(
-    params: Any, state: DecodeState, inputs: ScoreInputs, config: EngineConfig, bucket: Bucket
+    params: Any, state: DecodeState, packed: Packed[ScoreInputs], config: EngineConfig, bucket: Bucket
 ) -> tuple[DecodeState, jax.Array]:
     """Feed tokens of branches behind the prompt of a row, and read log probabilities.
 
@@ -62,6 +63,7 @@ def score(
     Returns:
         The state, of which only the cache changes, and the log probabilities, float32 [R].
     """
+    inputs = packed.unpack()
     cursor, cache, row = state.sequence.cursor, state.cache, inputs.row
     (batch, capacity), number = cache.tokens.shape, jnp.arange(bucket.tokens)
     real, first = number < inputs.size, cursor.prompt_length[row] + inputs.kept

@@ -5,11 +5,13 @@ B rows, N maximum branches, S tokens of a prompt, C cache slots, V vocabulary, W
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Int32, UInt32
 
 from aspd_jax.layout import Array, Layout
@@ -66,12 +68,12 @@ class Admission(NamedTuple):
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
-def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeState:
+def admit(state: DecodeState, packed: Packed[Admission], config: EngineConfig) -> DecodeState:
     """Give a row to a request and lay out its prompt, which the next steps feed.
 
     The previous contents of the row are dropped, except for the first `prefix_slots` slots.
     """
-    cache, capacity = state.cache, state.cache.tokens.shape[1]
+    new, cache, capacity = packed.unpack(), state.cache, state.cache.tokens.shape[1]
     slot = jnp.where(new.layout.sequence > 0, new.prefix_slots + jnp.arange(new.tokens.size), capacity)
     cached = jnp.where(jnp.arange(capacity) < new.prefix_slots, cache.layout.sequence[new.row], 0)
 
@@ -124,19 +126,36 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
     return shard_state(state, config.mesh)
 
 
+class KnownText(NamedTuple):
+    """Known serial text of a row.
+
+    Attributes:
+        row: index of the cache row; out of range means none.
+        size: number of tokens.
+        tokens: token ids; padding behind the first `size`.
+    """
+
+    row: Int32[Array, ""]
+    size: Int32[Array, ""]
+    tokens: Int32[Array, " S"]
+
+    @classmethod
+    def pack(cls, row: int, tokens: Sequence[int], size: int) -> Packed[KnownText]:
+        """Return text for `append_text`; `size`: S."""
+        padded = np.pad(np.asarray(tokens, np.int32), (0, size - len(tokens)))
+        made: Any = cls(np.int32(row), np.int32(len(tokens)), padded)
+        return Packed.pack(made)
+
+
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def append_text(
-    state: DecodeState, row: jax.Array, tokens: jax.Array, size: jax.Array, config: EngineConfig
+    state: DecodeState, text: Packed[KnownText], config: EngineConfig
 ) -> tuple[DecodeState, Packed[StepSummary]]:
     """Append known serial text to a row that has no pending tokens; the next steps feed it as they feed a prompt.
 
     Returns the state and its summary.
-
-    Args:
-        row: index of the cache row; out of range means none.
-        tokens: token ids, int32 [S].
-        size: number of tokens; the rest is padding.
     """
+    row, size, tokens = text.unpack()
     cache, cursor, number = state.cache, state.sequence.cursor, jnp.arange(tokens.size)
     start, position = cache.length.at[row].get(mode="clip"), cursor.position.at[row].get(mode="clip")
     slot = jnp.where(number < size, start + number, cache.tokens.shape[1])

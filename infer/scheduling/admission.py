@@ -17,6 +17,7 @@ from aspd_jax.model.cache import empty_cache
 from aspd_jax.sizes import next_power
 from infer.control.tags import text_rule, text_stops
 from infer.control.text_end import stop_tokens
+from infer.decode.packed import Packed
 from infer.decode.slots import Admission, admit, put_bias
 from infer.decode.state import DecodeState, EngineConfig, RequestArrays, empty_state, place_state
 from infer.decode.token_classes import TokenClasses, token_classes
@@ -90,7 +91,7 @@ def admit_request(state: DecodeState, request: Request, new: Admission, config: 
         bias = np.zeros(state.bias.shape[1], np.float32)
         bias[list(biases)] = list(biases.values())
         state = put_bias(state, new.row, bias, config)
-    return admit(state, new, config)
+    return admit(state, Packed.pack(new), config)
 
 
 def admission(

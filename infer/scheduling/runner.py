@@ -146,7 +146,7 @@ class Runner:
         bucket, smaller, larger = self.buckets.select(summary, streamed)
         # The number of draft tokens varies by step, so a smaller program would alternate with this one.
         smaller = -1 if drafting else smaller
-        conditions = StopConditions(np.int32(steps), np.int32(smaller), np.int32(larger), np.bool_(join))
+        conditions = StopConditions.pack(steps, smaller, larger, join)
         state, after = run(self._lm.params, state, conditions, self._config, bucket, drafting)
         return InFlightSteps(steps, bucket, drafting, summary, after, state, since)
 
@@ -186,7 +186,7 @@ class Runner:
         size = min(left, PROMPT_BESIDE if streamed else max(PROMPT_BESIDE, self.buckets.prefill_chunk(left)))
         bucket = self.buckets.for_tokens(size, slots + int(known.place[start]) + size)
         inputs = known.inputs(row, start, size, bucket)
-        state, read = score(self._lm.params, state, inputs, self._config, bucket)
+        state, read = score(self._lm.params, state, Packed.pack(inputs), self._config, bucket)
         return int(inputs.size), np.asarray(read)[: int(inputs.reads)].tolist(), state
 
     def end(self, started: InFlightSteps, cost: StepCost | None) -> tuple[int, StepSummary]:

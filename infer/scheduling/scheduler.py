@@ -33,7 +33,7 @@ from infer.control.text_end import TextEnd
 from infer.decode.decode_step import StepSummary, summarise
 from infer.decode.guidance import RowGuidance, guidance_arrays, guide
 from infer.decode.packed import Packed
-from infer.decode.slots import append_text, copy_slots, row_contents
+from infer.decode.slots import KnownText, append_text, copy_slots, row_contents
 from infer.decode.state import LENGTH, PROMPT, RUNNING, STOP, DecodeState, EngineConfig
 from infer.decode.token_classes import TokenClasses
 from infer.request import Request
@@ -387,8 +387,7 @@ class Scheduler:
         texts = {row: guidance.text for row, guidance in rows.items() if guidance.text}
         for row, text in texts.items():
             size = max(MIN_PROMPT, next_power(len(text)))
-            tokens = np.pad(np.asarray(text, np.int32), (0, size - len(text)))
-            state, summary = append_text(self._state_now(), np.int32(row), tokens, np.int32(len(text)), self._config)
+            state, summary = append_text(self._state_now(), KnownText.pack(row, text, size), self._config)
             self._change(state)
         self._summary = summary.read()
         for row, guidance in rows.items():

@@ -92,7 +92,7 @@ def _time(
 ) -> tuple[DecodeState, float]:
     """Return the milliseconds of a step in which every row feeds as many tokens as fit; all rows must be idle."""
     width = max(1, min(config.max_branches, bucket.tokens // bucket.rows, bucket.per_row))
-    one = StopConditions(np.int32(1), np.int32(-1), np.int32(bucket.tokens), np.bool_(False))
+    one = StopConditions.pack(1, larger=bucket.tokens)
     times = []
     for _ in range(REPEATS + 1):  # the first may compile
         state = jax.block_until_ready(fill_for_timing(state, config, width, bucket.slots - width))

@@ -24,7 +24,8 @@ from infer.answers.logprobs import CHUNK, lower_likeliest
 from infer.decode.checking import check_arrays, run_checks
 from infer.decode.decode_step import StopConditions, run, summarise
 from infer.decode.guidance import guidance_arrays, guide
-from infer.decode.slots import admit, append_text, copy_slots, put_bias, row_contents
+from infer.decode.packed import Packed
+from infer.decode.slots import KnownText, admit, append_text, copy_slots, put_bias, row_contents
 from infer.decode.state import DecodeState, EngineConfig
 from infer.request import Request, SamplingParams
 from infer.scheduling.admission import MIN_PROMPT, admission
@@ -33,7 +34,7 @@ from infer.scheduling.buckets import PROMPT_BESIDE
 log = logging.getLogger(__name__)
 
 Program: TypeAlias = tuple[str, Callable[[], jax.stages.Lowered]]  # its name, and the function that traces it
-NO_STEP = StopConditions(np.int32(0), np.int32(-1), np.int32(0), np.bool_(False))
+NO_STEP = StopConditions.pack(0)
 
 
 def compile_all(programs: Sequence[Program]) -> None:
@@ -77,10 +78,10 @@ def programs_of(
 
     def prompt(size: int) -> jax.stages.Lowered:
         request = Request((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
-        return admit.lower(state, admission(lm, config, state, request, batch), config)
+        return admit.lower(state, Packed.pack(admission(lm, config, state, request, batch)), config)
 
     def text(size: int) -> jax.stages.Lowered:
-        return append_text.lower(state, row, np.zeros(size, np.int32), np.int32(0), config)
+        return append_text.lower(state, KnownText.pack(batch, (), size), config)
 
     def copy(size: int) -> jax.stages.Lowered:
         return copy_slots.lower(state, rows, rows, config, min(size, capacity))

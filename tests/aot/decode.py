@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
@@ -64,8 +63,7 @@ def abstract_state(lm: LanguageModel, engine: Engine, topology: Topology) -> Dec
 
 def trace_steps(lm: LanguageModel, engine: Engine, topology: Topology, bucket: Bucket) -> Any:
     """Trace `run` for a bucket."""
-    number, truth = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
-    conditions = placed(StopConditions(number, number, number, truth), replicated(topology, lm.mesh))
+    conditions = placed(StopConditions.pack(1), replicated(topology, lm.mesh))
     drafting = engine.config.draft_tokens > 0
     return run.trace(lm.params, abstract_state(lm, engine, topology), conditions, engine.config, bucket, drafting)
 
