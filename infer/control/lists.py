@@ -37,7 +37,7 @@ from infer.control.masks import token_bits
 from infer.control.tags import text_rule
 from infer.decode.guidance import RowGuidance, SerialRule
 from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
-from infer.decode.token_classes import ANY_TEXT, END, IN_LINE, ITEM, LINES, MARK, OPENER, TokenClasses
+from infer.decode.token_classes import ANY_TEXT, END, IN_LINE, ITEM, LINE_START, LINES, MARK, OPENER, TokenClasses
 from infer.request import Request
 
 MARKS = LINES | 1 << MARK | 1 << OPENER
@@ -56,7 +56,7 @@ class Item:
         gap: white space that followed the body.
         growing: whether further tokens belong to the body.
         live: whether the branch samples tokens.
-        left: tokens after which it waits again; 0: it waits at the end of a line.
+        left: tokens after which it waits again; 0: it waits at the beginning of a line.
         final: tokens in the finished list, with the separator behind the item; empty: they are not known.
     """
 
@@ -262,7 +262,7 @@ class Lists(Controller):
         sizes = [len(head) for head in heads.values()]
         guidance = RowGuidance(
             {0: ()},
-            stops=dict.fromkeys(heads, LINES | 1 << END),
+            stops=dict.fromkeys(heads, 1 << LINE_START | 1 << END),
             known_tokens=heads,
             counted=False,
             leads=sizes,

@@ -28,6 +28,7 @@ from infer.decode.state import (
     RUNNING,
     Budget,
     Counters,
+    Cursor,
     DecodeState,
     EngineConfig,
     SequenceState,
@@ -228,7 +229,12 @@ def run(
     if not drafting:
         state = state._replace(sequence=state.sequence._replace(draft=jnp.full_like(state.sequence.draft, -1)))
     running = jnp.sum(state.sequence.cursor.finish == RUNNING)
-    prompts = jnp.sum(state.sequence.cursor.phase == PROMPT)
+
+    def unfed(cursor: Cursor) -> jax.Array:
+        """Return the number of prompts that are not fed; known text behind a prompt does not count."""
+        return jnp.sum((cursor.phase == PROMPT) & (cursor.known_length == cursor.prompt_length))
+
+    prompts = unfed(state.sequence.cursor)
     waited, batch = jnp.sum(waiting(state.sequence)), state.cache.length.size
     step_tokens = max_lanes(config, batch, bucket) * (1 + drafting * config.draft_tokens)
     log = empty_log(max(MIN_LOG, LOG_STEPS * step_tokens))
@@ -248,9 +254,7 @@ def run(
         if bucket.rows > 1:
             fits &= jnp.all(plan.rows | (need.tokens == 0))
         finished = jnp.sum(cursor.finish == RUNNING) < running
-        changed = (
-            (jnp.sum(is_prompt) < prompts) | (jnp.sum(waiting(state.sequence)) > waited) | (conditions.join & finished)
-        )
+        changed = (unfed(cursor) < prompts) | (jnp.sum(waiting(state.sequence)) > waited) | (conditions.join & finished)
         is_narrow = jnp.sum(tokens) <= conditions.smaller
         fits &= log.size + step_tokens <= log.entries.shape[0]
         return (left > 0) & jnp.any(tokens > 0) & fits & ~changed & ~is_narrow

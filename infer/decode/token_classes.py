@@ -16,7 +16,9 @@ from aspd_jax.tokens import TextCodec
 
 TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER = range(9)
 LINE, MARK, OPENER, LINE_OPENER = range(9, 13)
-ITEM = 13  # of `Segments.stops` only: a LINE_OPENER, or an OPENER at the beginning of a line
+# Of `Segments.stops` only: text that may begin a list item, LINE_OPENER or OPENER at the beginning of a line; and any
+# text without a line break at the beginning of a line.
+ITEM, LINE_START = 13, 14
 IN_LINE = 1 << TEXT | 1 << MARK | 1 << OPENER  # rule of plain text within a line: bit c permits class c
 LINES = 1 << LINE | 1 << LINE_OPENER
 ANY_TEXT = IN_LINE | LINES  # rule of plain text

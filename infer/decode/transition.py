@@ -34,7 +34,7 @@ from infer.decode.state import (
     Segments,
     SequenceState,
 )
-from infer.decode.token_classes import BRANCH_END, END, ITEM, LINE_OPENER, LINES, OPENER, TITLE_START
+from infer.decode.token_classes import BRANCH_END, END, ITEM, LINE_OPENER, LINE_START, LINES, OPENER, TITLE_START
 
 
 class SegmentTokens(NamedTuple):
@@ -103,10 +103,12 @@ def _left_after(state: DecodeState, tokens: SegmentTokens) -> Int32[Array, "B M"
     # Before the first token behind a prompt or known text, nothing is pending: it may begin a line.
     last = jnp.take_along_axis(segments.queue, jnp.maximum(segments.queued - 1, 0)[..., None], axis=2)[..., 0]
     at_line = ((LINES >> state.classes[last].astype(jnp.int32)) & 1 > 0) | (segments.queued == 0)
-    item = (tokens.kind == LINE_OPENER) | ((tokens.kind == OPENER) & at_line)
+    starts = at_line & ((LINES >> tokens.kind) & 1 == 0)
+    item = (tokens.kind == LINE_OPENER) | (starts & (tokens.kind == OPENER))
+    at_start = jnp.where(item, 1 << ITEM, 0) | jnp.where(starts, 1 << LINE_START, 0)
     words = jnp.take_along_axis(state.stop_tokens, token // 32, axis=1)
     in_set = (words >> (token % 32).astype(jnp.uint32)) & 1 > 0
-    stops = in_set | ((segments.stops >> tokens.kind) & 1 > 0) | (item & ((segments.stops >> ITEM) & 1 > 0))
+    stops = in_set | (segments.stops & (1 << tokens.kind | at_start) > 0)
     fewer = jnp.where(segments.left < NO_LIMIT, segments.left - 1, NO_LIMIT)
     return jnp.where(tokens.active, jnp.where(stops, 0, fewer), segments.left)
 

@@ -66,12 +66,15 @@ class Buckets:
         rows: B, number of rows of the cache.
         capacity: number of slots of a row.
         widest: maximum tokens that one sequence feeds in a step.
+        free: tokens of a row that cost no more than one. Up to this many, one program holds all steps of a row that
+            feeds more than one token, and the steps that follow.
     """
 
     config: EngineConfig
     rows: int
     capacity: int
     widest: int
+    free: int = 1
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -110,7 +113,8 @@ class Buckets:
         """Return (tokens, per_row, longest) of the programs for `rows` rows, as in `Bucket`."""
         branches, largest = self._branches, self._max_tokens
         if rows == 1:
-            return [(size, size, 0) for size in sorted({1, *powers(4, branches), branches, PROMPT_BESIDE, largest})]
+            tokens = sorted({1, *powers(4, branches), branches, PROMPT_BESIDE, largest})
+            return [(size, size, 0) for size in tokens if size == 1 or size >= min(self.free, branches)]
         widths = spaced(2 * max(next_power(rows), branches), min(next_power(rows) * branches, largest))
         sizes = [(next_power(rows), 1, 0), *((tokens, branches, 0) for tokens in widths)]
         if self._split:
@@ -137,7 +141,7 @@ class Buckets:
         need = self.need(summary, streamed)
         best = next(bucket for bucket in self.buckets if self.holds(bucket, need))
         below = [bucket.tokens for bucket in self.buckets if bucket.rows == best.rows and bucket.tokens < best.tokens]
-        smaller = min(max(below, default=-1), need.tokens - 1)
+        smaller = min(max(below, default=-1), need.tokens - 1) if best.tokens > self.free else -1
         return best, smaller, best.tokens if best.tokens < self._largest else np.iinfo(np.int32).max
 
     def check_passes(self, sizes: Mapping[int, int], lengths: Any) -> list[tuple[Bucket, list[int]]]:

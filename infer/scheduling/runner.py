@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from aspd_jax.language_model import LanguageModel
@@ -25,7 +26,13 @@ from infer.scheduling.step_cost import StepCost
 
 ALL_STEPS = np.iinfo(np.int32).max
 DRAFTING_STEPS = 32  # steps with draft tokens between two comparisons of gain and cost
+FREE_TOKENS = 16  # on accelerators (docs/benchmarks.md)
 PLAIN_STEPS = 512  # steps without draft tokens, after which draft tokens are tried again
+
+
+def free_tokens() -> int:
+    """Return the tokens of a step that cost no more than one: weights bound the time of accelerators."""
+    return 1 if jax.default_backend() == "cpu" else FREE_TOKENS
 
 
 class DraftControl:
@@ -120,7 +127,7 @@ class Runner:
 
     def __init__(self, lm: LanguageModel, config: EngineConfig, rows: int, capacity: int, drafts: DraftControl) -> None:
         self._lm, self._config = lm, config
-        self.buckets = Buckets(config, rows, capacity, widest(config))
+        self.buckets = Buckets(config, rows, capacity, widest(config), free_tokens())
         self.drafts = drafts
 
     def start(

@@ -21,7 +21,7 @@ from infer.control.lists import Lists
 from infer.control.masks import permits
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, NO_LIMIT, RUNNING, STOP, EngineConfig
-from infer.decode.token_classes import ITEM, LINE_OPENER, LINES, OPENER, TokenClasses, token_classes
+from infer.decode.token_classes import ITEM, LINE_OPENER, LINE_START, LINES, OPENER, TokenClasses, token_classes
 from infer.request import Request
 
 BASE = 7  # position of the first token of the answer
@@ -141,8 +141,11 @@ class Device:
         self.left[segment] = self.left.get(segment, NO_LIMIT) - 1
         kind, stops = int(self.classes.kind[token]), self.stops.get(segment, 0)
         item = kind == LINE_OPENER or (kind == OPENER and begins_line)
+        starts = begins_line and not LINES >> kind & 1 and stops >> LINE_START & 1
         each = self.masks.pop(segment, None) is not None and self.left[segment] + 1 >= NO_LIMIT
-        return each or bool(stops >> kind & 1) or (item and bool(stops >> ITEM & 1)) or self.left[segment] <= 0
+        return (
+            each or bool(stops >> kind & 1 or starts) or (item and bool(stops >> ITEM & 1)) or self.left[segment] <= 0
+        )
 
     def run(self) -> RequestOutput:
         self.tokens_left, start = self.budget, self.controller.start()

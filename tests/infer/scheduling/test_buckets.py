@@ -28,8 +28,8 @@ def config_for(branches: int, title_tokens: int = 24) -> EngineConfig:
     return EngineConfig(layout, SpecialTokens(1, 2, 3, 4, 5, 6), form, (0,), (), branches, title_tokens)
 
 
-def buckets_for(rows: int, capacity: int, config: EngineConfig) -> Buckets:
-    return Buckets(config, rows, capacity, widest(config))
+def buckets_for(rows: int, capacity: int, config: EngineConfig, free: int = 1) -> Buckets:
+    return Buckets(config, rows, capacity, widest(config), free)
 
 
 class Row(NamedTuple):
@@ -102,7 +102,7 @@ def steps(draw: st.DrawFn, prompts: bool = True, forks: bool = True) -> Step:
     rows = [row() for _ in range(count)]
     if not any(each.tokens for each in rows):
         rows[draw(st.integers(0, count - 1))] = Row(SERIAL, 1, 1, 5)
-    return Step(buckets_for(count, capacity, config), rows)
+    return Step(buckets_for(count, capacity, config, draw(st.sampled_from([1, 16]))), rows)
 
 
 ALL_FORK = Step(buckets_for(32, 2048, config_for(16)), [Row(FORK, 433, 16, 900)] * 32)
@@ -139,6 +139,16 @@ def test_at_least_one_step_runs(drawn: Step) -> None:
     assert sum(drawn.answers) <= larger
     due = [row for row in drawn.rows if row.tokens]
     assert max(row.length + (1 if row.phase == PROMPT else row.tokens) for row in due) <= bucket.slots
+
+
+def test_where_width_is_free_narrow_steps_stay_in_one_program() -> None:
+    """Check known text of 8 tokens; negative control: on CPU, a narrow program takes it, and is left for one token."""
+    config = config_for(16)
+    free, narrow = (Step(buckets_for(4, 512, config, width), [Row(PROMPT, 8, 1, 90)]) for width in (16, 1))
+    assert sorted({bucket.tokens for bucket in free.buckets.buckets if bucket.rows == 1}) == [1, 16, 64, 512]
+    for step, size, smaller in ((free, 16, -1), (narrow, 8, 4)):
+        bucket, least, _ = step.buckets.select(step.summary, True)
+        assert (bucket.tokens, least) == (size, smaller)
 
 
 @pytest.mark.further
