@@ -168,8 +168,8 @@ class Segments(NamedTuple):
         sampled: tokens sampled so far.
         masked: whether `DecodeState.token_mask` restricts the next tokens: UNMASKED; MASK_EACH: the segment waits for
             the host after a step; MASK_ONCE: it goes on without a mask.
-        stops: classes of tokens after which the segment waits for the host: bit c for class c. END: the host ends the
-            branch, also at a closing tag.
+        stops: classes of tokens after which the segment waits for the host: bit c for class c, and bits ITEM and
+            LINE_START of the beginning of a line. END: the host ends the branch, also at a closing tag.
         left: tokens after which it waits; 0: it waits. Meanwhile the sequence is not fed.
     """
 

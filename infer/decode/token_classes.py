@@ -78,8 +78,11 @@ def token_classes(
 
 
 def _may_open(text: str) -> bool:
-    """Return whether the last line of a token may begin a list item; a part of a character may."""
-    line = text.rpartition("\n")[2]
+    """Return whether the last line of a token may begin a list item; a part of a character may.
+
+    Some tokenizers begin a text with a blank that is none of its characters.
+    """
+    line = text.rpartition("\n")[2].removeprefix(" ")
     return bool(line) and ("\ufffd" in line or begins_item(line) is not False)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from aspd_jax import load_model
 from aspd_jax.errors import CheckpointError
-from aspd_jax.lists import lists_of
+from aspd_jax.lists import begins_item, lists_of
 from aspd_jax.structure import Parallel, plain_text
 from aspd_jax.tokens import Codec, SerialIds, TextCodec
 from infer import Engine, SamplingParams
@@ -23,6 +25,7 @@ from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, NO_LIMIT, RUNNING, STOP, EngineConfig
 from infer.decode.token_classes import ITEM, LINE_OPENER, LINE_START, LINES, OPENER, TokenClasses, token_classes
 from infer.request import Request
+from tests.conftest import shared
 
 BASE = 7  # position of the first token of the answer
 
@@ -188,6 +191,31 @@ def texts(codec: TextCodec, output: RequestOutput) -> list[str | list[str]]:
         codec.text_of(item) if isinstance(item, SerialIds) else [codec.text_of(text) for text in item.texts]
         for item in output.items
     ]
+
+
+@pytest.mark.parametrize("file", ["mistral_tokenizer.json", "minimind_tokenizer.json"])
+def test_serial_text_waits_where_a_line_begins_an_item(file: str) -> None:
+    """Check the first tokens of the lines of real answers; negative control: most lines begin none, and do not wait."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(shared("data", "tokenizers", file)))
+    codec = Codec(tokenizer).text
+    kind = token_classes(len(tokenizer), (-1,) * 6, (), (), codec).kind
+    rows = [json.loads(line) for line in shared("data", "answers", "vicuna80.jsonl").read_text().splitlines()][:200]
+    items, waits, lines = 0, 0, 0
+    for row in rows:
+        text = row["answer"].replace("\r\n", "\n")
+        ids = codec.encode(text)
+        before = [codec.decode(ids[:count]) for count in range(len(ids) + 1)]
+        assert before[-1] == text
+        places = {0, *(found.end() for found in re.finditer("\n", text))}
+        for token, (begin, end) in zip(ids, itertools.pairwise(map(len, before)), strict=True):
+            starts = begin in places and not LINES >> int(kind[token]) & 1
+            waits += (stops := kind[token] == LINE_OPENER or (starts and kind[token] == OPENER))
+            for place in places & set(range(begin, end)):
+                lines += 1
+                if begins_item(text[place:].partition("\n")[0] + "\n"):
+                    items += 1
+                    assert stops, text[place:][:40]
+    assert items > 150 and waits < 0.6 * lines
 
 
 def test_an_answer_is_what_the_model_writes(device: Callable[..., Device]) -> None:
