@@ -83,6 +83,9 @@ GOLDEN = Path(__file__).parent / "golden"
 SHARED = ROOT.parent / "shared"
 # Tests with the same purpose that need only the repository, for each function that reads `../shared`.
 COUNTERPARTS = {
+    "infer/control/test_lists.py::test_serial_text_waits_where_a_line_begins_an_item": (
+        "infer/control/test_lists.py::test_an_answer_is_what_the_model_writes",
+    ),
     # The copy in tests/golden is up to date.
     "aspd_jax/test_layout.py::test_unseen_cases_of_the_same_kind_are_the_ones_in_shared": (
         "aspd_jax/test_layout.py::test_authors_positions_and_mask",

@@ -39,7 +39,7 @@ def test_zeros_are_as_annotated() -> None:
         zeros(Outer, {"B": 2})
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize("draft_tokens", [0, 3])
 def test_the_state_is_as_annotated_after_decoding(bare_lm: LanguageModel, engine: Engine, draft_tokens: int) -> None:
     own = drafting_engine(bare_lm, draft_tokens) if draft_tokens else engine

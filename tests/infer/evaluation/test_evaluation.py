@@ -65,6 +65,7 @@ def test_second_turns_go_on_the_cache_of_the_first(demo_engine: Engine, tmp_path
     assert all(turn["stats"]["reused_tokens"] == 0 for r in again for turn in r["turns"])
 
 
+@pytest.mark.further
 def test_a_killed_run_goes_on(demo_engine: Engine, tmp_path: Path) -> None:
     questions = synthetic_questions(6)
     whole = answer_questions(demo_engine, ADAPTIVE, questions, DECODING, tmp_path / "whole.jsonl", "")

@@ -194,6 +194,7 @@ def test_a_cancelled_draft_leaves_the_prompt(engine: Engine) -> None:
     assert same(*both(engine, [params()]))
 
 
+@pytest.mark.further
 def test_checks_are_needed(engine: Engine) -> None:
     """Check that answers change where samples ignore their place, or the grammar (negative control)."""
     asked = [params(json_schema=WIDE, seed=seed) for seed in range(3)]

@@ -38,6 +38,7 @@ def answers(engine: Engine, asked: list[SamplingParams]) -> list[Result]:
     return engine.generate([PROMPT] * len(asked), asked, "serial")
 
 
+@pytest.mark.further
 def test_right_predictions_save_steps(engine: Engine) -> None:
     """Check predictions that are the answers, in a batch: equal answers in a fraction of the steps."""
     asked = [SamplingParams(max_new_tokens=150, seed=n, **kind) for n, kind in enumerate(KINDS)]
