@@ -133,15 +133,17 @@ def run_bench_decode(options: argparse.Namespace) -> None:
 def run_bench_fields(options: argparse.Namespace) -> None:
     """Run `aspd bench fields`."""
     from aspd_jax import load_model
-    from aspd_jax.progress import Bar, waiting
+    from aspd_jax.progress import waiting
     from infer import Engine
     from infer.evaluation.extraction import (
         MODES,
         decode_task,
+        decode_tasks,
         extraction_table,
         read_tasks,
         summarise_extraction,
     )
+    from infer.offline.journal import read_answers
 
     positive(options, "max_new_tokens", "draft_tokens")
     tasks = read_tasks(options.input)
@@ -149,6 +151,11 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         positive(options, "limit")
         count = min(options.limit, len(tasks))
         tasks = [tasks[number * len(tasks) // count] for number in range(count)]
+    names = ("model", "adapter", "dtype", "drafts", "draft_tokens", "max_new_tokens")
+    settings = {name: str(getattr(options, name)) for name in names} | {"tasks": [task.id for task in tasks]}
+    journal = options.output and options.output.with_name(f"{options.output.name}.journal")
+    if journal is not None:
+        read_answers(journal, settings)
     with waiting(f"loading {options.model}"):
         lm = load_model(options.model, options.dtype, adapter=options.adapter)
     engine = Engine(
@@ -164,9 +171,7 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         for task in tasks[:2]:  # compile what warm-up does not
             for mode in MODES:
                 decode_task(engine, task, mode, options.max_new_tokens)
-    decoded = [
-        decode_task(engine, task, mode, options.max_new_tokens) for task in Bar(tasks, unit="task") for mode in MODES
-    ]
+    decoded = decode_tasks(engine, tasks, options.max_new_tokens, journal, settings)
     rows = summarise_extraction(decoded)
     drafts = (
         "" if options.drafts == "none" else f"{options.draft_tokens} draft tokens in every step ({options.drafts}), "
@@ -178,3 +183,5 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         lines = [json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in decoded]
         write_whole(options.output, "".join(lines))
         write_whole(options.output.with_suffix(".md"), table)
+    if journal is not None:
+        journal.unlink()

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from aspd_jax.errors import DataError
+from aspd_jax.files import Log
 from aspd_jax.jsonl import read_lines
+from aspd_jax.progress import Bar
 from infer.answers.answer import Result
 from infer.engine import Engine
 from infer.evaluation.intervals import difference, interval
+from infer.offline.journal import append, read_answers
 from infer.request import Fields, SamplingParams
 
 INCLUDED = ("field_texts.jsonl", "tool_requests.jsonl")
@@ -132,6 +136,34 @@ def decode_task(engine: Engine, task: Task, mode: Fields, max_new_tokens: int) -
     if getattr(engine.lm.tokenizer, "chat_template", None):
         prompt = [{"role": "user", "content": prompt}]
     return score(task, mode, engine.generate([prompt], params, "serial")[0])
+
+
+def decode_tasks(
+    engine: Engine, tasks: Sequence[Task], max_new_tokens: int, journal: Path | None, settings: dict[str, Any]
+) -> list[Decoded]:
+    """Decode tasks in all modes, those that a journal holds excepted.
+
+    Args:
+        engine: the engine.
+        tasks: the tasks.
+        max_new_tokens: maximum tokens of an answer.
+        journal: file to which finished tasks are appended; None: nothing is kept.
+        settings: what the answers depend on.
+
+    Raises:
+        RequestError: the journal was written with other settings.
+    """
+    done = {record["task"]: record["modes"] for record in read_answers(journal, settings)} if journal else {}
+    with ExitStack() as stack:
+        log = stack.enter_context(Log(journal)) if journal else None
+        if log and journal and journal.stat().st_size == 0:
+            append(log, settings)
+        for number, task in enumerate(stack.enter_context(Bar(tasks, unit="task"))):
+            if number not in done:
+                done[number] = [asdict(decode_task(engine, task, mode, max_new_tokens)) for mode in MODES]
+                if log:
+                    append(log, {"task": number, "modes": done[number]})
+    return [Decoded(**one) for number in range(len(tasks)) for one in done[number]]
 
 
 def score(task: Task, mode: str, result: Result) -> Decoded:

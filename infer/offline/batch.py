@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from aspd_jax.sources import parse_messages, read_rows
 from aspd_jax.structure import to_json
 from infer.answers.answer import Result
 from infer.engine import Engine, Prompt
-from infer.offline.journal import append, read_journal
+from infer.offline.journal import append, read_answers
 from infer.request import Mode, SamplingParams
 from infer.scheduling.handle import Handle
 
@@ -179,7 +179,8 @@ def generate_file(engine: Engine, job: Job) -> Outcome:
         raise RequestError(
             f"{job.output}: expected a new file, got an existing one. Delete it, or choose another file."
         )
-    done = _read_answers(journal, settings)
+    answered = read_answers(journal, settings)
+    done = {(record.pop("line"), record.get("sample", 0)): record for record in answered}
     resumed = len(done)
     todo = [item for item in items if (item.line, item.sample) not in done]
     with Log(journal) as log:
@@ -215,27 +216,3 @@ def _record(item: Item, result: Result) -> dict[str, Any]:
         "stats": result.stats.to_json(),
         **({"error": result.error} if result.error else {}),
     }
-
-
-def _read_answers(journal: Path, settings: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
-    """Return the records of the journal by line and sample.
-
-    Raises:
-        RequestError: the journal was written with other settings.
-    """
-    whole = read_journal(journal)
-    if not whole:
-        return {}
-    first, *records = whole
-    different = _different(first, settings)
-    if different:
-        raise RequestError(
-            f"{journal}: expected answers with the same {', '.join(different)}, got others. Delete it, or choose "
-            "another output."
-        )
-    return {(record.pop("line"), record.get("sample", 0)): record for record in records}
-
-
-def _different(old: dict[str, Any], new: dict[str, Any]) -> Sequence[str]:
-    flat = [{**value, **value.get("params", {})} for value in (old, new)]
-    return sorted(key for key in flat[0] | flat[1] if key != "params" and flat[0].get(key) != flat[1].get(key))

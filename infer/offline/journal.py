@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from aspd_jax.errors import DataError
+from aspd_jax.errors import DataError, RequestError
 from aspd_jax.files import Log
 
 
@@ -29,6 +30,27 @@ def read_journal(file: Path) -> list[Any]:
         size += len(line) + 1
     os.truncate(file, size)
     return records
+
+
+def read_answers(file: Path, settings: dict[str, Any]) -> list[Any]:
+    """Read the records of a journal behind its first one, the settings of the job.
+
+    Raises:
+        RequestError: the journal was written with other settings.
+    """
+    first, *records = read_journal(file) or [settings]
+    different = _different(first, settings)
+    if different:
+        raise RequestError(
+            f"{file}: expected answers with the same {', '.join(different)}, got others. Delete it, or choose another "
+            "output."
+        )
+    return records
+
+
+def _different(old: dict[str, Any], new: dict[str, Any]) -> Sequence[str]:
+    flat = [{**value, **value.get("params", {})} for value in (old, new)]
+    return sorted(key for key in flat[0] | flat[1] if key != "params" and flat[0].get(key) != flat[1].get(key))
 
 
 def append(journal: Log, value: dict[str, Any]) -> None:

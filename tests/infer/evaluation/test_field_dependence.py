@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import infer.evaluation.extraction
 import infer.evaluation.field_dependence
 from aspd_jax import LanguageModel
 from aspd_jax.errors import DataError, RequestError
 from aspd_jax.fields import fields_template
 from infer import Engine
-from infer.evaluation.extraction import Decoded, equal, read_tasks, summarise_extraction
+from infer.evaluation.extraction import MODES, Decoded, Task, decode_tasks, equal, read_tasks, summarise_extraction
 from infer.evaluation.field_dependence import field_reports, field_table
 from tests.conftest import SIZES
 from tests.infer.scheduling.test_filling import LATER, WORD
@@ -132,3 +133,29 @@ def test_answers_without_a_field_do_not_agree_on_it() -> None:
 
     assert agreement({}, {}) == agreement({}, {"a": None}) == 0
     assert agreement({"a": None, "b": "x"}, {"a": None, "b": "y"}) == 0.5
+
+
+def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that no task is decoded twice, also after a record that was cut, and that other settings are refused."""
+    tasks, asked, journal = read_tasks(None)[:4], list[tuple[str, str]](), tmp_path / "fields.journal"
+
+    def decode(engine: Any, task: Task, mode: str, max_new_tokens: int) -> Decoded:
+        if len(asked) == 8:
+            raise KeyboardInterrupt
+        asked.append((task.id, mode))
+        return Decoded(task.id, mode, 1, {"a": len(asked)}, {"a": True}, 3, 0.5, 0.25, [1, 2])
+
+    monkeypatch.setattr(infer.evaluation.extraction, "decode_task", decode)
+    engine: Any = None
+    with pytest.raises(KeyboardInterrupt):
+        decode_tasks(engine, tasks, 9, journal, {"model": "a"})
+    journal.write_bytes(journal.read_bytes()[:-20])  # cut as by a kill
+    with pytest.raises(RequestError, match="the same model"):
+        decode_tasks(engine, tasks, 9, journal, {"model": "b"})
+    first = asked.copy()
+    asked.clear()
+    decoded = decode_tasks(engine, tasks[:2], 9, journal, {"model": "a"})
+    assert first == [(task.id, mode) for task in tasks[:3] for mode in MODES][:8]
+    assert asked == [(tasks[1].id, mode) for mode in MODES], "the task whose record was cut, and no other"
+    assert [(one.id, one.mode) for one in decoded] == [(task.id, mode) for task in tasks[:2] for mode in MODES]
+    assert decoded[0].values == {"a": 1} and decoded[0].token_ids == [1, 2]
