@@ -67,6 +67,7 @@ def whole_prompt(lm: LanguageModel, messages: Any, text: str) -> list[int]:
     return [*shared, *rest]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("prompt", [INPUT, MESSAGES, MESSAGES[:3]], ids=["text", "messages", "an answer is last"])
 def test_probabilities_equal_a_full_pass(engine: Engine, prompt: Any) -> None:
     """Check each question in one order; negative control: the probabilities depend on the input."""
@@ -88,6 +89,7 @@ def test_probabilities_equal_a_full_pass(engine: Engine, prompt: Any) -> None:
     )
 
 
+@pytest.mark.further
 def test_labels_of_several_tokens(engine: Engine) -> None:
     """Check that the tokens of a label are read one after the other, where one label is not a token."""
     lm, codec = engine.lm, engine.lm.codec.text
@@ -103,7 +105,7 @@ def test_labels_of_several_tokens(engine: Engine) -> None:
         assert value == pytest.approx(logprob, abs=1e-3)
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize("count", [20, 400])
 def test_an_answer_does_not_depend_on_the_other_questions(engine: Engine, count: int) -> None:
     """Check a question alone, in another order, twice, among many, and in a batch."""
@@ -140,6 +142,7 @@ def test_orders_are_averaged(engine: Engine) -> None:
     assert len(many.variants(MAX_ORDERS)) == MAX_ORDERS and len(labels(100)[0]) == 2
 
 
+@pytest.mark.further
 def test_the_prior_is_divided_out_and_kept(engine: Engine) -> None:
     asked = engine.ask(INPUT, ALL, "prior")
     assert len(asked.asked) == 2

@@ -343,6 +343,7 @@ def test_rope_scaling_extends_the_context_length(scaling: dict[str, Any], expect
         ([3], [4, 17, 5]),  # a tag in a branch
     ],
 )
+@pytest.mark.further
 def test_a_malformed_script_is_refused_before_it_ends_other_requests(
     engine: Engine, serial: list[int], branch: list[int]
 ) -> None:

@@ -208,6 +208,7 @@ print("everywhere")
 """
 
 
+@pytest.mark.further
 def test_a_new_parameter_takes_a_description_a_field_and_an_array(tmp_path: Path) -> None:
     """In a copy of the package; without the array the engine refuses to begin."""
     shutil.copytree(ROOT / "infer", tmp_path / "infer", ignore=shutil.ignore_patterns("__pycache__"))

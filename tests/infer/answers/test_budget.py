@@ -97,6 +97,7 @@ def last_width(engine: Engine, result: Result) -> int:
     return result.token_ids[last:].count(special.branch_start)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("long", [0, 2])
 def test_a_branch_that_runs_to_the_budget_leaves_its_siblings_whole(own: Engine, long: int) -> None:
     """Negative control: where a budget of plain text ends the answer, later branches are dropped."""

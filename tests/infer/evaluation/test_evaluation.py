@@ -78,6 +78,7 @@ def test_a_killed_run_goes_on(demo_engine: Engine, tmp_path: Path) -> None:
     assert [r["turns"][0]["text"] for r in again] == [r["turns"][0]["text"] for r in whole]
 
 
+@pytest.mark.further
 def test_questions_that_cannot_be_asked_hold_an_error(demo_engine: Engine, tmp_path: Path) -> None:
     long = Question("long", "all", ("word " * 5000,))
     record, other = answer_questions(

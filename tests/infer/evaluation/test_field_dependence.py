@@ -49,6 +49,7 @@ def test_a_field_that_needs_another_is_found(engine: Engine, monkeypatch: pytest
     assert "| c | 2 |" in field_table(list(reports.values()))
 
 
+@pytest.mark.further
 def test_only_earlier_fields_are_proposed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model for which every field costs less after any other: the proposal has no cycle, and can be applied."""
     decode = engine.lm.codec.text.decode
@@ -63,6 +64,7 @@ def test_only_earlier_fields_are_proposed(engine: Engine, monkeypatch: pytest.Mo
     assert fields_template(record(**fields)) is not None
 
 
+@pytest.mark.further
 def test_optional_properties_of_nested_objects_are_reported(engine: Engine) -> None:
     """Check that serial answers have every field that parallel ones write, also behind a reference."""
     inner = {"type": "object", "properties": {"a": WORD, "b": {"type": "boolean"}}}

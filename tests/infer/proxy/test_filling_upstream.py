@@ -89,7 +89,7 @@ def forbidden(server: Running) -> dict[str, int]:
     return {str(tag): -100 for tag in server.engine.lm.codec.special.ids}
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize("name", ["pair", "numbers", "nested", "kinds"])
 def test_a_field_is_what_it_is_alone(name: str, real: str, server: Running) -> None:
     """Check that each value equals the beginning of a free completion after prompt and lead, or the constrained one."""

@@ -112,6 +112,7 @@ def test_prompts_and_their_caches(engine: Engine) -> None:
     assert after.stats.reused_tokens == 100, "the prompt, and no branch"
 
 
+@pytest.mark.further
 def test_prompts_with_blocks(engine: Engine) -> None:
     """Check branches behind an answer with a block, whose slots are not in order, fresh and reused."""
     special = engine.config.special

@@ -161,6 +161,7 @@ def test_system_one(server: Running) -> None:
         assert status == 400 and body["error"]["param"] == field and "only text" in body["error"]["message"]
 
 
+@pytest.mark.further
 def test_jevbench(server: Running, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the benchmark's own client and its laws of independence, which hold for every pair of its requests."""
     jevbench = pytest.importorskip("jevbench")
