@@ -101,7 +101,7 @@ def test_a_title_has_no_line_break(lm: LanguageModel, monkeypatch: Any) -> None:
     """Check titles sampled nearly evenly; negative controls: without the table, and in serial text."""
     codec = lm.codec.text
     table = token_classes(lm.config.vocab_size, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
-    assert (table.kind[codec.encode("\n")] == LINE).all() and (table.kind[codec.encode("a b")] == TEXT).all()
+    assert (table.kind[codec.encode("\n")] == LINE).all() and (table.kind[codec.encode("x z")] == TEXT).all()
     asked = [SamplingParams(temperature=30.0, max_new_tokens=400, max_branch_tokens=8, seed=n) for n in range(32)]
 
     def titles_and_texts(engine: Engine) -> tuple[list[str], str]:
