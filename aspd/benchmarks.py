@@ -152,7 +152,7 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         count = min(options.limit, len(tasks))
         tasks = [tasks[number * len(tasks) // count] for number in range(count)]
     names = ("model", "adapter", "dtype", "drafts", "draft_tokens", "max_new_tokens")
-    settings = {name: str(getattr(options, name)) for name in names} | {"tasks": [task.id for task in tasks]}
+    settings = {name: str(getattr(options, name)) for name in names} | {"tasks": [asdict(task) for task in tasks]}
     journal = options.output and options.output.with_name(f"{options.output.name}.journal")
     if journal is not None:
         read_answers(journal, settings)

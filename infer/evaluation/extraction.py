@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from itertools import groupby
@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from aspd_jax.errors import DataError
-from aspd_jax.files import Log
 from aspd_jax.jsonl import read_lines
 from aspd_jax.progress import Bar
 from infer.answers.answer import Result
 from infer.engine import Engine
 from infer.evaluation.intervals import difference, interval
-from infer.offline.journal import append, read_answers
+from infer.offline.journal import append, open_journal, read_answers
 from infer.request import Fields, SamplingParams
 
 INCLUDED = ("field_texts.jsonl", "tool_requests.jsonl")
@@ -154,15 +153,12 @@ def decode_tasks(
         RequestError: the journal was written with other settings.
     """
     done = {record["task"]: record["modes"] for record in read_answers(journal, settings)} if journal else {}
-    with ExitStack() as stack:
-        log = stack.enter_context(Log(journal)) if journal else None
-        if log and journal and journal.stat().st_size == 0:
-            append(log, settings)
-        for number, task in enumerate(stack.enter_context(Bar(tasks, unit="task"))):
-            if number not in done:
-                done[number] = [asdict(decode_task(engine, task, mode, max_new_tokens)) for mode in MODES]
-                if log:
-                    append(log, {"task": number, "modes": done[number]})
+    todo = [number for number in range(len(tasks)) if number not in done]
+    with open_journal(journal, settings) if journal else nullcontext() as log:
+        for number in Bar(todo, total=len(tasks), initial=len(tasks) - len(todo), unit="task"):
+            done[number] = [asdict(decode_task(engine, tasks[number], mode, max_new_tokens)) for mode in MODES]
+            if log:
+                append(log, {"task": number, "modes": done[number]})
     return [Decoded(**one) for number in range(len(tasks)) for one in done[number]]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aspd_jax.errors import AspdError, DataError, RequestError
-from aspd_jax.files import Log, replacing
+from aspd_jax.files import replacing
 from aspd_jax.jsonl import Line, read_lines
 from aspd_jax.partitions import digest
 from aspd_jax.progress import Bar, waiting
@@ -24,7 +24,7 @@ from aspd_jax.sources import parse_messages, read_rows
 from aspd_jax.structure import to_json
 from infer.answers.answer import Result
 from infer.engine import Engine, Prompt
-from infer.offline.journal import append, read_answers
+from infer.offline.journal import append, open_journal, read_answers
 from infer.request import Mode, SamplingParams
 from infer.scheduling.handle import Handle
 
@@ -183,9 +183,7 @@ def generate_file(engine: Engine, job: Job) -> Outcome:
     done = {(record.pop("line"), record.get("sample", 0)): record for record in answered}
     resumed = len(done)
     todo = [item for item in items if (item.line, item.sample) not in done]
-    with Log(journal) as log:
-        if not resumed and journal.stat().st_size == 0:
-            append(log, settings)
+    with open_journal(journal, settings) as log:
         records = answer_items(engine, job, todo)
         with waiting("compiling, and answering the first prompts", job.progress):
             first = list(islice(records, 1))

@@ -48,6 +48,14 @@ def read_answers(file: Path, settings: dict[str, Any]) -> list[Any]:
     return records
 
 
+def open_journal(file: Path, settings: dict[str, Any]) -> Log:
+    """Open a journal to append records; a new one begins with the settings of the job."""
+    log = Log(file)
+    if file.stat().st_size == 0:
+        append(log, settings)
+    return log
+
+
 def _different(old: dict[str, Any], new: dict[str, Any]) -> Sequence[str]:
     flat = [{**value, **value.get("params", {})} for value in (old, new)]
     return sorted(key for key in flat[0] | flat[1] if key != "params" and flat[0].get(key) != flat[1].get(key))

@@ -181,7 +181,7 @@ def test_no_list_begins_in_code_or_formulas(begin: str, end: str) -> None:
 
     assert place(begin) is None and place(f"{begin}1. x") is None and place(begin + end) is None
     assert place(f"{begin}1. x\n{end}\n1. y") == len(begin) + len(end) + 6
-    assert place("a\n1. b") == 2 and place("1. b") == 0
+    assert place("a\n1. b") == 2 and place("1. b") == 0 and place("") == 0 and place("a\nx") is None
 
 
 PIECES = st.sampled_from(

@@ -14,6 +14,7 @@ import pytest
 
 import aspd
 import infer.offline.batch
+import infer.offline.journal
 from aspd_jax import LanguageModel
 from aspd_jax.errors import DataError, RequestError
 from aspd_jax.language_model import save_model
@@ -94,7 +95,8 @@ def test_samples_of_a_question_differ_and_are_resumed(
     settings = {"samples": 3}
     journal = tmp_path / "cut.jsonl.journal"
     append, lines = infer.offline.batch.append, list[Any]()
-    monkeypatch.setattr(infer.offline.batch, "append", lambda log, value: lines.append(value) or append(log, value))
+    for module in (infer.offline.batch, infer.offline.journal):
+        monkeypatch.setattr(module, "append", lambda log, value: lines.append(value) or append(log, value))
     generate_file(own, job(source, tmp_path / "cut.jsonl", samples=3))
     assert lines[0]["samples"] == settings["samples"]
     (tmp_path / "cut.jsonl").unlink()
@@ -116,7 +118,8 @@ def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, m
 
     cut = tmp_path / "cut.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr(infer.offline.batch, "append", failing)
+        for module in (infer.offline.batch, infer.offline.journal):
+            patch.setattr(module, "append", failing)
         with pytest.raises(KeyboardInterrupt):
             generate_file(own, job(source, cut))
     for handle in own.debug_state().rows:  # requests under way end with the process
@@ -158,7 +161,8 @@ def test_answers_of_another_model_are_not_resumed(
         return aspd.main([*command, "--max-length", str(length)])
 
     with monkeypatch.context() as patch:
-        patch.setattr(infer.offline.batch, "append", failing)
+        for module in (infer.offline.batch, infer.offline.journal):
+            patch.setattr(module, "append", failing)
         assert run("one", 96, 2) == 130
     assert len(written) == 4 and not (tmp_path / "out.jsonl").exists()
     for model, length, names in (("two", 96, "model"), ("one", 64, "max_length"), ("two", 64, "max_length, model")):
