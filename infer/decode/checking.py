@@ -140,7 +140,7 @@ def run_checks(
 
     differs = real & (sampled.token != checks.draft)
     accepted = jnp.maximum(fed - 1, 0).at[checks.row].min(jnp.where(differs, checks.nth, bucket.tokens), mode="drop")
-    taken, drafted = real & (checks.nth <= accepted[own]), real & ~checks.known & (checks.draft >= 0)
+    taken = real & (checks.nth <= accepted[own])
     hides = jnp.where(real & (checks.nth > accepted[own]), slot, capacity)
     sequence = filled.layout.sequence.at[checks.row, hides].set(0, mode="drop")
     length = jnp.where(checked, cache.length + 1 + accepted, filled.length)
@@ -151,8 +151,7 @@ def run_checks(
         segments=s.segments._replace(sampled=s.segments.sampled.at[:, 0].add(accepted)),
         budget=budget._replace(tokens=budget.tokens - accepted, content=budget.content - accepted),
         counters=counters._replace(
-            drafted=counters.drafted.at[checks.row].add(drafted, mode="drop"),
-            accepted=counters.accepted.at[checks.row].add(drafted & (checks.nth < accepted[own]), mode="drop"),
+            drafted=counters.drafted + jnp.where(checked, fed - 1, 0), accepted=counters.accepted + accepted
         ),
         draft=jnp.where(checked[:, None, None], -1, s.draft),
     )
