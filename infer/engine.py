@@ -586,9 +586,11 @@ class Engine:
 
         Args:
             alone: compile the programs for one request at a time only, without log probabilities.
-            checks: compile the programs of exact fields and predictions, too.
+            checks: compile the programs of exact fields and predictions, too; an engine that decodes lists without tags
+                in parallel has them in any case.
         """
-        return self._scheduler.warm_up(alone, checks)
+        writes_lists = self._writes_lists(SamplingParams(), "", self._lists)
+        return self._scheduler.warm_up(alone, checks or writes_lists)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive", max_steps: int = 1

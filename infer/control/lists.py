@@ -35,6 +35,7 @@ from infer.answers.answer import RequestOutput
 from infer.control.controller import Controller
 from infer.control.masks import token_bits
 from infer.control.tags import text_rule
+from infer.decode.checking import Check
 from infer.decode.guidance import RowGuidance, SerialRule
 from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
 from infer.decode.token_classes import ANY_TEXT, END, IN_LINE, ITEM, LINE_START, LINES, MARK, OPENER, TokenClasses
@@ -82,7 +83,8 @@ class OpenList:
         items: its items.
         start: number of serial tokens before the lead or item under way.
         barred: first tokens that the lead under way may not have.
-        separator: text between items, once all bodies have ended.
+        joined: tokens of the finished list as far as the budgets have room for whole items; empty: bodies are growing.
+        ends: number of tokens of `joined` behind each item, and 0.
         checked: number of items that have been fed in reading order.
     """
 
@@ -92,8 +94,14 @@ class OpenList:
     items: list[Item]
     start: int = 0
     barred: list[int] = field(default_factory=list)
-    separator: str = ""
+    joined: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=lambda: [0])
     checked: int = 0
+
+    @property
+    def is_joined(self) -> bool:
+        """Return whether all bodies have ended."""
+        return bool(self.items[0].final)
 
 
 class Lists(Controller):
@@ -104,10 +112,14 @@ class Lists(Controller):
         codec: codec of the tokenizer, whose tokens have bytes of their own.
         classes: classes and properties of the tokens.
         config: configuration of the engine.
+        max_checked: maximum tokens of a pass that feeds finished items.
     """
 
-    def __init__(self, request: Request, codec: TextCodec, classes: TokenClasses, config: EngineConfig) -> None:
+    def __init__(
+        self, request: Request, codec: TextCodec, classes: TokenClasses, config: EngineConfig, max_checked: int
+    ) -> None:
         self._request, self._codec, self._classes, self._config = request, codec, classes, config
+        self._max_checked = max_checked
         self._asked = asked_for(request.messages)
         self._detector = ListDetector(request.messages)
         self._items: list[ItemIds] = []  # finished serial texts and lists
@@ -127,8 +139,10 @@ class Lists(Controller):
         if output.finish == STOP and serial and serial[-1] in self._config.end:
             serial, end = serial[:-1], serial[-1:]
         ended = bool(end) or output.finish == LENGTH  # not by a stop string, which may be in a body that is not checked
-        if ended and self._list is not None and self._list.checked:
-            self._end_list(self._list, complete=bool(end))
+        if self._list is not None and self._list.is_joined:
+            self._read_check(self._list, serial)
+            if ended and self._list.checked:
+                self._end_list(self._list, complete=bool(end))
         if self._list is None:
             shown = serial if self._line is None or output.finish != RUNNING else serial[: self._line]
             items, growing = [*self._items, SerialIds(shown[self._after :])], frozenset[int]()
@@ -144,8 +158,8 @@ class Lists(Controller):
         serial = output.serial_ids
         if self._list is None:
             return self._follow_text(serial, output)
-        if self._list.checked:
-            return self._follow_joint(self._list, serial, output)
+        if self._list.is_joined:
+            return self._follow_check(self._list, serial, output)
         if self._list.items[-1].head:
             return self._follow_bodies(self._list, output)
         return self._follow_lead(self._list, serial, output)
@@ -280,8 +294,8 @@ class Lists(Controller):
         if any(item.live for item in opened.items):
             left = {number: item.left for number, item in enumerate(opened.items, 1) if item.live and item.left}
             return RowGuidance(left=left, closed=ended, emptied=ended)
-        opened.separator = separator_of(opened.form, [item.gap for item in opened.items])
-        return self._feed_item(opened, len(opened.before), output)
+        self._join(opened)
+        return self._feed(opened, 0, output)
 
     def _read_body(self, form: ListForm, item: Item, ids: list[int]) -> None:
         """Take the tokens of a branch so far."""
@@ -303,30 +317,65 @@ class Lists(Controller):
 
     # The check
 
-    def _feed_item(self, opened: OpenList, size: int, output: RequestOutput) -> RowGuidance:
-        """Feed the next item behind the first `size` serial tokens, and let the model choose what follows."""
-        number, last = opened.checked, opened.checked + 1 == len(opened.items)
-        item = opened.items[number]
-        item.final = self._encode(opened.form.item(number, item.lead) + item.body + opened.separator * (not last))
-        opened.checked += 1
-        left = self._left(size)
-        if len(item.final) >= left:  # the budget ends the answer inside of the list
-            item.final = item.final[:left]
-            finish = replace(self._text(), finish=LENGTH)
-            return self._resumed(finish, size, output, item.final)
-        if last:
-            self._end_list(opened)
-            return self._resumed(self._text(), size, output, item.final)
-        return self._resumed(replace(self._text(), left={0: 1}), size, output, item.final)
+    def _join(self, opened: OpenList) -> None:
+        """Join the items in reading order, as many as the budgets have room for."""
+        separator = separator_of(opened.form, [item.gap for item in opened.items])
+        for number, item in enumerate(opened.items):
+            last = number + 1 == len(opened.items)
+            text = opened.form.item(number, item.lead) + item.body + separator * (not last)
+            item.final = self._encode(text)
+            if opened.ends[-1] + len(item.final) >= self._left(len(opened.before)):
+                return
+            opened.joined += item.final
+            opened.ends.append(len(opened.joined))
 
-    def _follow_joint(self, opened: OpenList, serial: list[int], output: RequestOutput) -> RowGuidance:
-        """Go on with the next item if the model begins one, too; otherwise end the list."""
+    def _check(self, opened: OpenList, begin: int, output: RequestOutput) -> RowGuidance:
+        """Feed the joined list from a token on, and let the model choose at each joint whether the list goes on.
+
+        Args:
+            opened: the list.
+            begin: index of the token in the joined list, which is pending if it has been chosen.
+            output: the answer so far.
+        """
+        joined, serial = opened.joined, output.serial_ids[len(opened.before) :]
+        end = min(len(joined), begin + self._max_checked)
+        known = [place not in opened.ends for place in range(begin + 1, end + 1)]
+        check = Check(joined[begin:end], (), known, joined[end] if end < len(joined) else -1)
+        guidance = replace(self._text(), check=check)
+        if begin + 1 == len(serial) and serial[begin] == joined[begin]:
+            return guidance
+        first = replace(guidance, known_tokens={0: joined[begin : begin + 1]}, counted=False)
+        return self._resumed(first, len(opened.before) + begin, output, pending=1)
+
+    def _read_check(self, opened: OpenList, serial: Sequence[int]) -> int:
+        """Count the items that have been fed in reading order; return the tokens of the joined list that have been."""
+        fed = serial[len(opened.before) :]
+        equal = next((n for n, (a, b) in enumerate(zip(fed, opened.joined, strict=False)) if a != b), len(fed))
+        equal = min(equal, len(opened.joined))
+        opened.checked = sum(0 < end <= equal for end in opened.ends)
+        return equal
+
+    def _follow_check(self, opened: OpenList, serial: list[int], output: RequestOutput) -> RowGuidance:
+        """Go on with the list as far as the model does; otherwise end it."""
+        equal = self._read_check(opened, serial)
+        if len(opened.before) + equal == len(serial):
+            return self._check(opened, equal - 1, output)
         piece = self._codec.decode(serial)[len(self._codec.decode(serial[:-1])) :]
-        if opened.form.goes_on(opened.checked, piece):
+        if opened.checked < len(opened.items) and opened.form.goes_on(opened.checked, piece):
             self._hidden += 1
-            return self._feed_item(opened, len(serial) - 1, output)
+            return self._feed(opened, equal, output)
         self._end_list(opened)
         return self._follow_text(serial, output)
+
+    def _feed(self, opened: OpenList, begin: int, output: RequestOutput) -> RowGuidance:
+        """Feed the joined list from a token on; behind its end, the budget ends the answer inside of an item."""
+        if begin < len(opened.joined):
+            return self._check(opened, begin, output)
+        size, item = len(opened.before) + begin, opened.items[opened.checked]
+        item.final = item.final[: self._left(size)]
+        opened.joined += item.final
+        opened.ends.append(len(opened.joined))
+        return self._resumed(replace(self._text(), finish=LENGTH), size, output, item.final)
 
     def _end_list(self, opened: OpenList, complete: bool = False) -> None:
         """Record a list with the items that have been fed; one item is serial text.
@@ -355,7 +404,7 @@ class Lists(Controller):
         before = SerialIds(opened.before[self._after :])
         if not opened.items[-1].head:
             return [*self._items, before], frozenset()
-        ids = [item.final or item.shown for item in opened.items]
+        ids = [item.final if number < opened.checked else item.shown for number, item in enumerate(opened.items)]
         growing = frozenset(range(opened.checked + 1, len(opened.items) + 1))
         return [*self._items, before, self._block(opened.items, ids)], growing
 
@@ -373,11 +422,11 @@ class Lists(Controller):
         return min(self._request.budget, self._request.params.max_content_tokens or self._request.budget) - size
 
     def _resumed(
-        self, guidance: RowGuidance, size: int, output: RequestOutput, text: Sequence[int] = ()
+        self, guidance: RowGuidance, size: int, output: RequestOutput, text: Sequence[int] = (), pending: int = 0
     ) -> RowGuidance:
-        """Return decisions that go on behind the first `size` serial tokens, with known text."""
+        """Return decisions that go on behind the first `size` serial tokens, with known text or pending tokens."""
         budget, params = self._request.budget, self._request.params
-        used = size + len(text)
+        used = size + len(text) + pending
         return replace(
             guidance,
             resume_at=self._base + size,

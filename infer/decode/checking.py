@@ -2,9 +2,9 @@
 
 B rows, T tokens of the program, V vocabulary, W words of 32 tokens of it.
 
-The segment samples as it would without draft tokens: after each token from the logits, the token mask and the random
-stream of its place. It takes the samples up to the first one that differs from the draft token in its place. The draft
-tokens behind it are hidden, and later tokens fill their slots.
+The segment samples as it would without draft tokens, but for tokens that are known: after each token from the logits,
+the token mask and the random stream of its place. It takes the samples up to the first one that differs from the draft
+token in its place. The draft tokens behind it are hidden, and later tokens fill their slots.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from infer.decode.decode_step import (
     taken_tokens,
 )
 from infer.decode.derived import derive
-from infer.decode.grammar import LaneTokens, sample_lanes
+from infer.decode.grammar import LaneTokens, read_tokens, sample_lanes
 from infer.decode.inputs import Lanes
 from infer.decode.packed import Packed
 from infer.decode.state import MASK_EACH, UNMASKED, DecodeState, EngineConfig, replicate, shard_state
 from infer.decode.transition import advance
 
-LANES = 64  # maximum lanes whose logits are in memory at a time
+LANES = 16  # maximum lanes whose logits are in memory at a time
 
 
 class Check(NamedTuple):
@@ -46,12 +46,14 @@ class Check(NamedTuple):
     Attributes:
         tokens: the last token of the segment, which is fed first, and the draft tokens behind it.
         masks: tokens that may follow each of these, uint32 [W] each; empty: any may.
-        known: whether a grammar determines what follows each of them.
+        known: whether what follows each of them is determined: it is taken without sampling.
+        last: draft token behind the last one, which is not fed; -1: none.
     """
 
     tokens: Sequence[int]
     masks: Sequence[np.ndarray]
     known: Sequence[bool]
+    last: int = -1
 
 
 class CheckArrays(NamedTuple):
@@ -61,6 +63,8 @@ class CheckArrays(NamedTuple):
         row: row of each token; B: unused.
         token: token ids.
         nth: index of the token in its check.
+        draft: draft token behind each token; -1: none.
+        known: whether the draft token is taken without sampling.
         masked: rows in which `bits` restrict the samples.
         bits: tokens that may follow each token.
     """
@@ -68,6 +72,8 @@ class CheckArrays(NamedTuple):
     row: Int32[Array, " T"]
     token: Int32[Array, " T"]
     nth: Int32[Array, " T"]
+    draft: Int32[Array, " T"]
+    known: Bool[Array, " T"]
     masked: Bool[Array, " B"]
     bits: UInt32[Array, "T W"]
 
@@ -75,12 +81,15 @@ class CheckArrays(NamedTuple):
 def check_arrays(checks: Mapping[int, Check], batch: int, words: int, size: int) -> Packed[CheckArrays]:
     """Return checks by row as arrays; `batch`: B, `words`: W, `size`: T."""
     tokens: Any = (np.full(size, batch, np.int32), np.zeros(size, np.int32), np.zeros(size, np.int32))
+    drafts: Any = (np.full(size, -1, np.int32), np.zeros(size, bool))
     masks: Any = (np.zeros(batch, bool), np.zeros((size, words), np.uint32))
-    made: Any = CheckArrays(*tokens, *masks)
+    made: Any = CheckArrays(*tokens, *drafts, *masks)
     start = 0
     for row, one in sorted(checks.items()):
         place = slice(start, start := start + len(one.tokens))
         made.row[place], made.token[place], made.nth[place] = row, one.tokens, range(len(one.tokens))
+        made.draft[place] = [*one.tokens[1:], one.last]
+        made.known[place] = np.asarray(one.known) & (made.draft[place] >= 0)
         if one.masks:
             made.masked[row], made.bits[place] = True, one.masks
     result: Packed[CheckArrays] = Packed.pack(made)
@@ -126,14 +135,11 @@ def run_checks(
     )
     s = count_step(s._replace(segments=s.segments._replace(masked=masked)), fed)
     state = state._replace(cache=filled, sequence=s)
-    sampled = _sample(params, state, config, tokens, lanes, hidden)
+    chosen = _sample(params, state, config, tokens, lanes, hidden, real & ~checks.known)
+    sampled = read_tokens(state, config, lanes, jnp.where(checks.known, checks.draft, chosen))
 
-    follows = (jnp.roll(checks.row, -1) == checks.row) & (jnp.arange(bucket.tokens) < bucket.tokens - 1)
-    differs = real & ~(follows & (sampled.token == jnp.roll(checks.token, -1)))
-    accepted = (
-        jnp.full(batch, bucket.tokens).at[checks.row].min(jnp.where(differs, checks.nth, bucket.tokens), mode="drop")
-    )
-    accepted = jnp.where(checked, accepted, 0)
+    differs = real & (sampled.token != checks.draft)
+    accepted = jnp.maximum(fed - 1, 0).at[checks.row].min(jnp.where(differs, checks.nth, bucket.tokens), mode="drop")
     taken = real & (checks.nth <= accepted[own])
     hides = jnp.where(real & (checks.nth > accepted[own]), slot, capacity)
     sequence = filled.layout.sequence.at[checks.row, hides].set(0, mode="drop")
@@ -168,16 +174,24 @@ def run_checks(
 
 
 def _sample(
-    params: Any, state: DecodeState, config: EngineConfig, tokens: TokenBatch, lanes: Lanes, hidden: jax.Array
-) -> LaneTokens:
-    """Return a sample after each token; logits of `LANES` lanes are in memory at a time."""
+    params: Any,
+    state: DecodeState,
+    config: EngineConfig,
+    tokens: TokenBatch,
+    lanes: Lanes,
+    hidden: jax.Array,
+    wanted: jax.Array,
+) -> Int32[Array, " T"]:
+    """Return a sample after each wanted token; logits of `LANES` lanes are in memory at a time."""
     derived, size = derive(state.sequence, config), min(LANES, hidden.shape[0])
+    order = jnp.argsort(~wanted, stable=True)
 
-    def chunk(part: tuple[jax.Array, jax.Array, Lanes]) -> LaneTokens:
-        inputs, adapter, own = part
-        logits = logits_of(params, config, adapter, inputs)
-        return sample_lanes(logits, state, derived, config, own)
+    def chunk(number: jax.Array, sampled: jax.Array) -> jax.Array:
+        at = jax.lax.dynamic_slice_in_dim(order, number * size, size)
+        logits = logits_of(params, config, tokens.adapter[at], hidden[at])
+        own = jax.tree.map(lambda a: a[at], lanes)
+        return sampled.at[at].set(sample_lanes(logits, state, derived, config, own).token)
 
-    parts = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), (hidden, tokens.adapter, lanes))
-    sampled = jax.lax.map(chunk, parts)
-    return LaneTokens(*(field.reshape(-1) for field in sampled))
+    chunks = -(-jnp.count_nonzero(wanted) // size)
+    sampled: jax.Array = jax.lax.fori_loop(0, chunks, chunk, jnp.zeros(hidden.shape[0], jnp.int32))
+    return sampled

@@ -100,6 +100,11 @@ class Buckets:
         return self.rows if self._split else 1
 
     @property
+    def max_checked(self) -> int:
+        """Return the maximum tokens of a check: where width is free, those of the largest program."""
+        return PROMPT_BESIDE if self.free == 1 else self._max_tokens
+
+    @property
     def _branches(self) -> int:
         """Return the tokens per row of every program for branches: `max_branches` rounded up to a power of two."""
         return next_power(self.config.max_branches)
@@ -148,7 +153,7 @@ class Buckets:
         """Return the passes of checks with the fewest tokens, padding included: bucket and rows of each.
 
         Args:
-            sizes: tokens of each check, at most `PROMPT_BESIDE`, by row.
+            sizes: tokens of each check, by row.
             lengths: used slots of all rows.
         """
 
@@ -164,7 +169,9 @@ class Buckets:
         alone = [] if self._split else [one_pass([row]) for row in sorted(sizes)]
         groups: list[list[int]] = []
         for row in sorted(sizes):
-            if not groups or sum(sizes[other] for other in groups[-1]) + sizes[row] > self._largest:
+            group = [sizes[other] for other in (groups[-1] if groups else ())] + [sizes[row]]
+            wide = not self._split and max(group) > PROMPT_BESIDE  # no program holds two such rows
+            if not groups or wide or sum(group) > self._largest:
                 groups.append([])
             groups[-1].append(row)
         together = [one_pass(rows) for rows in groups]

@@ -190,7 +190,8 @@ class Scheduler:
             buckets = self.runner.buckets
             least = min(bucket.rows for bucket in buckets.buckets)
             used = [bucket for bucket in buckets.buckets if bucket.rows == least or not alone]
-            compile_all(programs_of(self._lm, self._config, self._state_now(), used, not alone, checks))
+            most = buckets.max_checked if checks else 0
+            compile_all(programs_of(self._lm, self._config, self._state_now(), used, not alone, most))
             if not alone:
                 state, self._cost = measure_cost(self._lm, self._config, self._state_now(), buckets)
                 self._change(state)
@@ -286,7 +287,8 @@ class Scheduler:
             return Scoring(request)
         controller = Controller()
         if request.lists:
-            controller = Lists(request, self._lm.codec.text, self._token_classes, self._config)
+            most = self.runner.buckets.max_checked
+            controller = Lists(request, self._lm.codec.text, self._token_classes, self._config, most)
         elif request.mode == "adaptive":
             controller = Tags(self._config, self._token_classes, self._codec.text if self._codec else None)
         if request.template is not None:

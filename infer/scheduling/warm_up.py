@@ -29,7 +29,6 @@ from infer.decode.slots import KnownText, admit, append_text, copy_slots, put_bi
 from infer.decode.state import DecodeState, EngineConfig
 from infer.request import Request, SamplingParams
 from infer.scheduling.admission import MIN_PROMPT, admission
-from infer.scheduling.buckets import PROMPT_BESIDE
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ def programs_of(
     state: DecodeState,
     buckets: Sequence[Bucket],
     logprobs: bool,
-    checks: bool,
+    max_checked: int,
 ) -> list[Program]:
     """Return the programs of steps, and the operations on rows between steps.
 
@@ -64,7 +63,7 @@ def programs_of(
         state: the state, which is not changed.
         buckets: sizes of the steps.
         logprobs: with the programs of log probabilities.
-        checks: with the programs of checks.
+        max_checked: maximum tokens of a check of one row; 0: without the programs of checks.
     """
     batch, capacity = state.cache.tokens.shape
     words, branches = state.token_mask.shape[3], state.token_mask.shape[1]
@@ -92,9 +91,8 @@ def programs_of(
     def guidance(size: int) -> jax.stages.Lowered:
         return guide.lower(state, guidance_arrays({}, batch, words, config, size), config)
 
-    # A row checks at most `PROMPT_BESIDE` tokens.
-    wide = (bucket for bucket in buckets if checks and bucket.max_per_row > 1)
-    checked = [bucket for bucket in wide if bucket.rows > 1 or bucket.tokens <= PROMPT_BESIDE]
+    wide = (bucket for bucket in buckets if max_checked and bucket.max_per_row > 1)
+    checked = [bucket for bucket in wide if bucket.rows > 1 or bucket.tokens <= max_checked]
     bias = np.zeros(state.bias.shape[1], np.float32)
     prompts, segments = powers(MIN_PROMPT, capacity), (1, *powers(branches, batch * branches))
     return [

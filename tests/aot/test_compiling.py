@@ -32,6 +32,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Topology:
     return on
 
 
+@pytest.mark.further
 def test_needed_bytes_are_weights_and_cache(here: Topology) -> None:
     """Check the bytes of a whole model, and of one of eight shards, which includes all norms."""
     config = configuration(None, "tiny", "float32", "float", "decode")

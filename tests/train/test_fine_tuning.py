@@ -62,6 +62,7 @@ def leads_file(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.further
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("rank", [0, 4])
 def test_titles_are_stored_with_what_was_trained(rank: int, fine_tuning: TrainConfig, tmp_path: Path) -> None:

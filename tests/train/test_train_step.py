@@ -43,6 +43,7 @@ WAYS: list[Any] = [
 WAYS += [pytest.param(change, marks=pytest.mark.slow) for change in ({"model__scan": True}, {"model__remat": True})]
 
 
+@pytest.mark.further
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("change", WAYS, ids=str)
 def test_the_same_step_in_another_way(change: dict[str, Any]) -> None:

@@ -61,6 +61,7 @@ def test_a_limit_of_text_keeps_the_first_tokens_in_reading_order(own: Engine) ->
     assert in_block > 8, "many ended inside a block"
 
 
+@pytest.mark.further
 def test_a_limit_of_all_tokens_keeps_a_beginning_of_the_text_and_of_each_branch(own: Engine) -> None:
     limits = [int(n) for n in np.random.default_rng(1).integers(1, 110, WAVE)]
     free = answers(own, [None] * WAVE)

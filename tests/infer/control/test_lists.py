@@ -21,6 +21,7 @@ from infer import Engine, SamplingParams
 from infer.answers.answer import RequestOutput
 from infer.control.lists import Lists
 from infer.control.masks import permits
+from infer.decode.checking import Check
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, NO_LIMIT, RUNNING, STOP, EngineConfig
 from infer.decode.token_classes import ITEM, LINE_OPENER, LINE_START, LINES, OPENER, TokenClasses, token_classes
@@ -28,6 +29,7 @@ from infer.request import Request
 from tests.conftest import shared
 
 BASE = 7  # position of the first token of the answer
+CHECKED = 24  # maximum tokens of a check: less than an item has
 
 BODIES = {
     "Walks": " They clear the head.",
@@ -108,11 +110,14 @@ class Device:
     def apply(self, guidance: RowGuidance) -> None:
         self.decisions.append(guidance)
         if guidance.resume_at >= 0:
-            assert guidance.text or guidance.branches or guidance.finish, "something has to be fed next"
+            fed = guidance.text or guidance.known_tokens or guidance.finish
+            assert fed, "something has to be fed next"
             self.serial = self.serial[: guidance.resume_at - BASE]
             self.branches, self.live = {}, set()
         self.tokens_left -= guidance.spent
         self.serial += guidance.text
+        if guidance.check is not None:
+            self.serial += guidance.known_tokens.get(0, ())
         self.known = self.known or bool(guidance.text)
         self.left = {**dict.fromkeys(self.left, NO_LIMIT), **guidance.left}
         self.stops |= guidance.stops
@@ -123,6 +128,19 @@ class Device:
         for number in guidance.closed:
             self.live.discard(number)
         self.finish = guidance.finish or self.finish
+
+    def check(self, check: Check) -> None:
+        """Feed the tokens of a check, and take what is known or sampled behind each, up to the first difference."""
+        assert self.serial[-1] == check.tokens[0], "the first token is the pending one"
+        assert len(check.tokens) <= min(CHECKED, self.tokens_left), "a check fits the program and the budget"
+        for known, draft in zip(check.known, [*check.tokens[1:], check.last], strict=True):
+            if known and draft >= 0:
+                self.serial.append(draft)
+                self.tokens_left -= 1
+                continue
+            self.sample(0)
+            if self.serial[-1] != draft or self.finish != RUNNING:
+                break
 
     def sample(self, segment: int) -> bool:
         """Sample a token of a segment; return whether it waits then."""
@@ -154,9 +172,15 @@ class Device:
         self.tokens_left, start = self.budget, self.controller.start()
         assert start is not None
         self.apply(start)
+        checked: Check | None = None
         while self.finish == RUNNING and self.steps < 2000:
             self.steps += 1
-            waits = [self.sample(segment) for segment in (sorted(self.live) or [0])]
+            check = self.decisions[-1].check
+            if check is not None and check is not checked:
+                self.check(checked := check)
+                waits = [True]
+            else:
+                waits = [self.sample(segment) for segment in (sorted(self.live) or [0])]
             if any(waits) and self.finish == RUNNING:
                 shown = self.controller.read(self.output())
                 assert shown.finish == RUNNING
@@ -180,7 +204,7 @@ def device(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Device]:
     ) -> Device:
         params = SamplingParams(max_content_tokens=content)
         request = Request((1,) * BASE, params, "adaptive", budget, 0, messages=(question,), lists=True)
-        return Device(codec, classes, writes, Lists(request, codec, classes, config), config, budget, end)
+        return Device(codec, classes, writes, Lists(request, codec, classes, config, CHECKED), config, budget, end)
 
     return made
 
@@ -230,6 +254,10 @@ def test_an_answer_is_what_the_model_writes(device: Callable[..., Device]) -> No
     assert one.tokens_left == one.budget - len(one.ids(output))
     serial_steps = len(one.ids(output))
     assert one.steps < serial_steps and any(g.branches == 4 for g in one.decisions)
+    checks = [g.check for g in one.decisions if g.check]
+    tokens = sum(len(one.codec.byte_tokens.encode(item)) for item in items)
+    assert -(-tokens // CHECKED) <= len(checks) <= -(-tokens // CHECKED) + 1, "passes hold what they have room for"
+    assert sum(not known for check in checks for known in check.known) == len(items), "joints and the end are sampled"
 
 
 def test_the_list_ends_where_the_model_ends_it(device: Callable[..., Device]) -> None:

@@ -118,6 +118,7 @@ def ids_as_letters(engine: Engine, ids: list[int]) -> str:
     return "".join(names.get(token, ".") for token in ids)
 
 
+@pytest.mark.further
 def test_without_the_grammar_answers_are_malformed(engine: Engine) -> None:
     """Check that answers are malformed without the grammar (negative control of the fuzz test)."""
     malformed = 0

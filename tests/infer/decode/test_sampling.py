@@ -94,6 +94,7 @@ def kept_by_definition(logits: np.ndarray, params: SamplingParams) -> set[int]:
 JITTED_RESTRICT = jax.jit(restrict)
 
 
+@pytest.mark.further
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
@@ -158,6 +159,7 @@ LOGITS = st.one_of(
 )
 
 
+@pytest.mark.further
 @settings(max_examples=300)
 @given(
     logits=st.lists(LOGITS, min_size=VOCABULARY, max_size=VOCABULARY),
@@ -465,6 +467,7 @@ def test_a_temperature_next_to_zero_takes_the_likeliest(bare_lm: LanguageModel, 
     assert jitted_sample(logits, state, config, serial_lanes(state, config)).tolist() == [int(jnp.argmax(logits))]
 
 
+@pytest.mark.further
 def test_every_place_has_its_own_stream(bare_lm: LanguageModel, config: EngineConfig) -> None:
     params = [replace(SamplingParams(temperature=1.0), seed=seed) for seed in (1, 2)]
     state = state_for(bare_lm, config, *params)

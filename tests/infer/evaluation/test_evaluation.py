@@ -98,6 +98,7 @@ def test_a_fork_bias_leaves_models_without_tags_alone(tmp_path: Path) -> None:
         engine.submit([1, 2], adaptive, "serial")
 
 
+@pytest.mark.further
 def test_speed_compares_the_same_content(demo_engine: Engine, tmp_path: Path) -> None:
     engine = demo_engine
     questions = [question for question in synthetic_questions(4) if question.forks][:1]

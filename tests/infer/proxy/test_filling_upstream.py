@@ -321,6 +321,7 @@ def test_stop_strings(stop: Any, proxy: str, upstream: Scripted) -> None:
     assert streamed_text(ask(proxy, stop=stop, stream=True, aspd={"template": TEMPLATE})) == REPORT[:first]
 
 
+@pytest.mark.further
 def test_budgets_end_answers(proxy: str, upstream: Scripted) -> None:
     """Check that the text is a beginning of the whole one; the budget counts leads and values, as in the engine."""
     upstream.say = lambda prompt, _: [' "', *"abcdefgh", '",']

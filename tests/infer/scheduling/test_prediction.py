@@ -93,6 +93,7 @@ def test_other_draft_tokens_and_adaptive_mode(engine: Engine) -> None:
     assert first.token_ids == serial[1].token_ids and second.finish_reason
 
 
+@pytest.mark.further
 def test_the_interface(engine: Engine) -> None:
     app = make_app(engine, ServerConfig(name="m", max_new_tokens=100, warm_up="none"))
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "aspd": {"mode": "serial"}}

@@ -59,6 +59,7 @@ def test_scores_equal_a_full_pass(engine: Engine) -> None:
     assert np.abs(np.subtract(scores[-1], alone(engine.lm, behind, known[-1]))).max() > 0.01
 
 
+@pytest.mark.further
 def test_a_branch_does_not_depend_on_the_others(engine: Engine) -> None:
     """Check one branch alone, among 400, in another order, twice, and beside other requests."""
     prompt, one = tokens(1, 40), branch(7, 12)

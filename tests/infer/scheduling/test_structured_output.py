@@ -261,6 +261,7 @@ def test_matchers_of_requests_that_never_start_are_dropped(engine: Engine, monke
         assert result.text == f"number{number}"
 
 
+@pytest.mark.further
 def test_without_the_permission_answers_are_not_json(lm: LanguageModel) -> None:
     """Check that the device applies the token masks (negative control)."""
     engine = Engine(lm, max_length=512, max_batch=2)

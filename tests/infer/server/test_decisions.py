@@ -70,6 +70,7 @@ def test_openai_client(server: Running, demo_engine: Engine) -> None:
         client.decisions.create(model="demo", input=INPUT, questions=[])
 
 
+@pytest.mark.further
 def test_inputs(server: Running) -> None:
     """Check all items of an input, which depend on what they say."""
     call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}

@@ -450,6 +450,7 @@ def test_streamed_calls(server: Running) -> None:
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
 
+@pytest.mark.further
 def test_no_calls(server: Running) -> None:
     """Check that an answer is text without tools, with `none`, and if the model does not call."""
     client = server.client()
