@@ -78,7 +78,7 @@ def _names(result: Result) -> Iterator[tuple[tuple[int, int], str]]:
     for number, item in enumerate(result.structure):
         if isinstance(item, Parallel):
             for branch, each in enumerate(item.branches, 1):
-                text = " ".join((each.caption + each.text.removeprefix(each.title)).replace("*", "").split())
+                text = " ".join(f"{each.caption} {each.text}".replace("*", "").split())
                 yield (number, branch), text if len(text) <= LABEL else text[: LABEL - 1] + "…"
         else:
             yield (number, 0), "introduction" if number == 0 else "text"

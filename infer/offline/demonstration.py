@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,17 +36,23 @@ ORDER_SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }  # fmt: skip
 LIST_QUESTION = "Give me five tips for a job interview."
-MESSAGE = (
-    "Our nightly export has failed three nights in a row. If this is not fixed by Friday, we will cancel our contract "
-    "and move to another provider. Nobody has answered my last two e-mails."
-)
 
 
 def _choice(instructions: str, *options: str) -> Question:
     return Question("choice", instructions, tuple(map(Option, options)))
 
 
-QUESTIONS = (_choice("Which team should answer?", "engineering", "sales", "legal", "marketing"),)
+# Questions about the order that a model of 0.5 billion parameters answers; it rarely takes the second of three options.
+QUESTIONS = (
+    _choice("What is ordered?", "lamps", "chairs", "napkins"),
+    _choice("How will the customer pay?", "by invoice", "by card", "in cash"),
+    _choice("Which city is named?", "Paris", "London", "Malmö"),
+    _choice("Which currency is named?", "dollars", "pounds", "euros"),
+    _choice("In which language is the message?", "English", "German", "French"),
+    _choice("How many pieces are ordered?", "12", "4", "50"),
+    _choice("What is the tone?", "angry", "sad", "friendly"),
+    _choice("Who writes?", "Petra", "Anna", "John"),
+)
 Run = TypeVar("Run")
 
 
@@ -72,9 +78,16 @@ class Compared(NamedTuple):
 
 def order_prompt() -> list[dict[str, str]]:
     """Return the messages that ask for the fields of the order."""
-    fields = ", ".join(ORDER_SCHEMA["properties"])
+    fields = ", ".join(f"{name}{_hint(schema)}" for name, schema in ORDER_SCHEMA["properties"].items())
     asked = f"Read the text and write one JSON object with these fields: {fields}."
     return [{"role": "user", "content": f"{asked}\n\nText: {ORDER}"}]
+
+
+def _hint(schema: Mapping[str, Any]) -> str:
+    """Return the values that a field may have, for the prompt."""
+    if schema.get("type") == "boolean":
+        return " (true or false)"
+    return f" ({' or '.join(schema['enum'])})" if "enum" in schema else ""
 
 
 def demonstrate(lm: LanguageModel, max_length: int | None) -> None:
@@ -140,16 +153,16 @@ def demonstrate_list(console: Console, engine: Engine) -> Compared:
 
 
 def demonstrate_decisions(console: Console, engine: Engine) -> Compared:
-    """Answer questions about a message one after the other, then all in one pass."""
-    console.rule("Decisions: questions about one message, each answered alone, with probabilities")
-    console.print(Text(MESSAGE, style="bold"))
+    """Answer questions about a text one after the other, then all in one pass."""
+    console.rule("Decisions: questions about one text, each answered alone, with probabilities")
+    console.print(Text(ORDER, style="bold"))
     asked_texts = [question.variants(1)[0] for question in QUESTIONS]
 
     def serially() -> list[Result]:
         return [_answer_label(engine, text, labels) for text, labels in asked_texts]
 
     def together() -> tuple[list[Decision], int]:
-        asked = engine.ask(MESSAGE, QUESTIONS, "none")
+        asked = engine.ask(ORDER, QUESTIONS, "none")
         results = [engine.submit_checked(one.request).wait() for one in asked.asked]
         decisions = engine.read_decisions(asked, [result.scores for result in results])
         return decisions, sum(result.stats.steps for result in results)
@@ -169,8 +182,8 @@ def demonstrate_decisions(console: Console, engine: Engine) -> Compared:
 
 
 def _answer_label(engine: Engine, question: str, labels: Sequence[str]) -> Result:
-    """Answer a question about the message with one of its labels, as a request of its own."""
-    prompt = [{"role": "user", "content": f"{MESSAGE}\n\n{question}"}]
+    """Answer a question about the order with one of its labels, as a request of its own."""
+    prompt = [{"role": "user", "content": f"{ORDER}\n\n{question}"}]
     return engine.generate([prompt], SamplingParams(choices=tuple(labels), max_new_tokens=8), "serial")[0]
 
 
