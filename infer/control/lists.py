@@ -344,8 +344,7 @@ class Lists(Controller):
         guidance = replace(self._text(), check=check)
         if begin + 1 == len(serial) and serial[begin] == joined[begin]:
             return guidance
-        first = replace(guidance, known_tokens={0: joined[begin : begin + 1]}, counted=False)
-        return self._resumed(first, len(opened.before) + begin, output, pending=1)
+        return self._resumed(guidance, len(opened.before) + begin, output, joined[begin : begin + 1])
 
     def _read_check(self, opened: OpenList, serial: Sequence[int]) -> int:
         """Count the items that have been fed in reading order; return the tokens of the joined list that have been."""
@@ -422,15 +421,17 @@ class Lists(Controller):
         return min(self._request.budget, self._request.params.max_content_tokens or self._request.budget) - size
 
     def _resumed(
-        self, guidance: RowGuidance, size: int, output: RequestOutput, text: Sequence[int] = (), pending: int = 0
+        self, guidance: RowGuidance, size: int, output: RequestOutput, text: Sequence[int] = ()
     ) -> RowGuidance:
-        """Return decisions that go on behind the first `size` serial tokens, with known text or pending tokens."""
+        """Return decisions that go on behind the first `size` serial tokens, with known text."""
         budget, params = self._request.budget, self._request.params
-        used = size + len(text) + pending
+        used, queued = size + len(text), bool(text) and not guidance.finish and len(text) <= self._config.max_queued
+        if queued:  # in the next step, without a call of its own
+            guidance = replace(guidance, known_tokens={0: text}, counted=False)
         return replace(
             guidance,
             resume_at=self._base + size,
-            text=text,
+            text=() if queued else text,
             spent=output.tokens_left - (budget - used),
             content=output.content_left - ((params.max_content_tokens or budget) - used),
         )
