@@ -64,8 +64,8 @@ def score_inputs(
         bucket: sizes of the program.
     """
     lanes, fed = max_lanes(bucket), {}
-    sizes = [*[bucket.tokens] * 4, lanes, MAX_READS, MAX_READS]
-    made: Any = ScoreInputs(np.full(bucket.tokens, batch, np.int32), *(np.zeros(size, np.int32) for size in sizes))
+    arrays: Any = [np.zeros(size, np.int32) for size in (*[bucket.tokens] * 5, lanes, MAX_READS, MAX_READS)]
+    made: Any = ScoreInputs(arrays[0] + batch, *arrays[1:])
     token = lane = read = 0
     for row, (known, start, size) in sorted(parts.items()):
         first = np.searchsorted(known.read_at, start)

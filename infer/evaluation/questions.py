@@ -184,7 +184,8 @@ def _options(record: dict[str, Any], turns: Sequence[str]) -> tuple[str, ...]:
 
 def _option(answer: Any, options: Sequence[str]) -> str:
     """Return the right option from its text, its index or its letter."""
-    places = {**dict(zip(ascii_uppercase, options, strict=False)), **dict(enumerate(options))}
+    places: dict[str | int, str] = dict(enumerate(options))
+    places |= zip(ascii_uppercase, options, strict=False)
     if isinstance(answer, str) and answer in options:
         return answer
     if isinstance(answer, bool) or not isinstance(answer, (str, int)) or answer not in places:

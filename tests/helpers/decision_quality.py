@@ -24,6 +24,7 @@ import numpy as np
 from infer.decisions import MAX_ORDERS, Option, Question, decide, read_labels
 from infer.evaluation.intervals import interval
 
+LEAST = 10  # questions of a type in the table
 TYPES = {"noul": "predicates", "choice": "choices", "score": "scores"}
 
 
@@ -134,9 +135,10 @@ def rows(records: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     """Yield the rows of the table: type, number, way, share of right answers, AUROC, NLL, calibration error, flips."""
     for kind, name in TYPES.items():
         own = [record for record in records if record["asked"]["type"] == kind]
-        if not own:
+        if len(own) < LEAST:
             continue
         right = np.asarray([record["right"] for record in own])
+        chance = np.mean([1 / len(record["main"][0]) for record in own])
         turned = -1  # of predicates, the second order is the reversed one
         ways = {
             "given order": [(r["main"][:1], None) for r in own],
@@ -152,12 +154,18 @@ def rows(records: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
             hits, confidence = best == right, np.asarray([one.confidence for one in found])
             share = interval(hits.astype(float).tolist())
             nll = -np.mean([np.log(max(one.probabilities[k], 1e-12)) for one, k in zip(found, right, strict=True)])
-            flips = f"{np.mean(best != given):.0%}" if way == "reversed" else ""
+            flips = _percent(np.mean(best != given)) if way == "reversed" else ""
             yield [
-                f"{len(own)} {name}" if way == "given order" else "", way,
-                f"{share.mean:.0%} ({share.low:.0%} to {share.high:.0%})", flips, _auroc(found, right, kind),
-                f"{nll:.2f}", f"{calibration_error(confidence, hits):.2f}",
+                f"{len(own)} {name} (chance {_percent(chance)})" if way == "given order" else "", way,
+                f"{_percent(share.mean)} ({100 * share.low:.0f} to {100 * share.high:.0f})", flips,
+                _auroc(found, right, kind),
+                f"{nll:.2f}",
+                f"{calibration_error(confidence, hits):.2f}",
             ]  # fmt: skip
+
+
+def _percent(share: Any) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _orders(values: list[Any], kind: str) -> list[Any]:
@@ -184,8 +192,8 @@ def _auroc(found: Sequence[Any], right: np.ndarray, kind: str) -> str:
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Return the figures of a model as a table."""
     head = ["", "", "right (95 %)", "flips", "AUROC", "NLL", "calibration error"]
-    lines = [head, ["---"] * len(head), *rows(records)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [f"| {' | '.join(line)} |" for line in (head, *rows(records))]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def main() -> None:
