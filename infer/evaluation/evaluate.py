@@ -66,7 +66,7 @@ def run(
             engine = Engine(lm, config.decoding.length(lm.context_length), max_batch=1)
             for system, bench in todo:
                 time_questions(
-                    engine, system, questions[bench], config.decoding, config.speed,
+                    engine, system, [q for q in questions[bench] if not q.options], config.decoding, config.speed,
                     speed_file(output, bench, system.name), f"{system.name}: {bench}, speed",
                 )  # fmt: skip
         if config.likelihood:
@@ -188,7 +188,8 @@ def _commit() -> str:
 def _likelihood(lm: LanguageModel, engine: Engine, questions: Sequence[Question], file: Path) -> None:
     """Measure the likelihood of the first reference of every question in nats per token and bits per byte."""
     done = {record["question_id"] for record in read_journal(file)}
-    todo = [question for question in questions if question.references and question.id not in done]
+    asked = [question for question in questions if question.references and not question.options]
+    todo = [question for question in asked if question.id not in done]
     if not todo:
         return
     with Log(file) as log:

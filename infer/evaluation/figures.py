@@ -88,7 +88,7 @@ def _summary(answers: Sequence[Record], timed: Sequence[Record], likely: Sequenc
     turns = [turn for record in answers for turn in record["turns"]]
     graded = [record["correct"] for record in answers if record["correct"] is not None]
     return {
-        "answers": len(turns),
+        "answers": len(turns) + sum("probabilities" in record for record in answers),
         "errors": sum("error" in record for record in answers),
         "correct": interval([float(right) for right in graded])._asdict() if graded else None,
         "nats_per_token": interval([r["nats_per_token"] for r in likely])._asdict() if likely else None,

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 from aspd_jax.errors import DataError
 from aspd_jax.jsonl import read_lines
-from aspd_jax.record_fields import ANSWERS, check_record
+from aspd_jax.record_fields import ANSWERS, CHOICES, check_record
 from infer.evaluation.config import BenchmarkSection
 
-READ = ("turns", "question", "problem", "prompt", "required_temperature", "reference", *ANSWERS)
+READ = ("turns", "question", "problem", "prompt", "required_temperature", "reference", *ANSWERS, *CHOICES)
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Question:
         exact: whether the last answer is right if it equals the last reference; otherwise they are not compared.
         temperature: temperature that the file requires; None: none.
         forks: whether the right answer has a block, or the question is suitable for one; None: unknown.
+        options: options, one of which is the right answer, the only reference; empty: the answer is text.
     """
 
     id: str | int
@@ -39,6 +41,7 @@ class Question:
     exact: bool = False
     temperature: float | None = None
     forks: bool | None = None
+    options: tuple[str, ...] = ()
 
 
 def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Question]:
@@ -152,8 +155,8 @@ def _question(record: dict[str, Any], number: int, references: dict[str | int, t
         raise DataError(f'"question_id": expected a string or a number, got {id!r:.60}.')
     turns = _turns(record)
     check_record(record, READ, turns)
-    reference = _first(record, "reference", "answer", "solution")
-    answers = () if reference is None else _texts(reference)
+    reference, options = _first(record, "reference", "answer", "solution"), _options(record, turns)
+    answers = (_option(reference, options),) if options else () if reference is None else _texts(reference)
     temperature = record.get("required_temperature")
     if temperature is not None and not (isinstance(temperature, (int, float)) and 0 <= temperature < inf):
         raise DataError(f'"required_temperature": expected a number from 0, got {temperature!r:.60}.')
@@ -161,9 +164,33 @@ def _question(record: dict[str, Any], number: int, references: dict[str | int, t
         id=id,
         category=str(record.get("category") or record.get("subject") or "all"),
         turns=turns,
-        references=references.get(id, answers),
+        references=answers if options else references.get(id, answers),
         temperature=temperature,
+        options=options,
     )
+
+
+def _options(record: dict[str, Any], turns: Sequence[str]) -> tuple[str, ...]:
+    """Return the options of a multiple-choice question; empty: it is none."""
+    listed = _first(record, *CHOICES)
+    if listed is None:
+        return ()
+    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed) or len(set(listed)) < 2:
+        raise DataError(f'"choices": expected a list of at least two strings, got {listed!r:.60}.')
+    if len(set(listed)) < len(listed) or len(listed) > len(ascii_uppercase) or len(turns) > 1:
+        raise DataError(f'"choices": expected at most {len(ascii_uppercase)} different ones, and one turn, got others.')
+    return tuple(listed)
+
+
+def _option(answer: Any, options: Sequence[str]) -> str:
+    """Return the right option from its text, its index or its letter."""
+    places: dict[str | int, str] = dict(enumerate(options))
+    places |= zip(ascii_uppercase, options, strict=False)
+    if isinstance(answer, str) and answer in options:
+        return answer
+    if isinstance(answer, bool) or not isinstance(answer, (str, int)) or answer not in places:
+        raise DataError(f'"answer": expected the text, the index or the letter of a choice, got {answer!r:.60}.')
+    return places[answer]
 
 
 def _turns(record: dict[str, Any]) -> tuple[str, ...]:

@@ -16,7 +16,8 @@ from aspd.evaluation import synthetic_questions
 from aspd_jax import load_model
 from aspd_jax.errors import RequestError
 from aspd_jax.structure import Branch, Parallel, Serial
-from infer import Engine, SamplingParams
+from infer import Engine, Option, SamplingParams
+from infer import Question as Decided
 from infer.answers.answer import content_ids
 from infer.evaluation.config import DecodingSection, EvalConfig, SpeedSection, System
 from infer.evaluation.conversations import answer_questions
@@ -76,6 +77,26 @@ def test_a_killed_run_goes_on(demo_engine: Engine, tmp_path: Path) -> None:
     there = read_journal(tmp_path / "cut.jsonl")
     assert there[:2] == before and sorted(r["question_id"] for r in there) == list(range(6))
     assert [r["turns"][0]["text"] for r in again] == [r["turns"][0]["text"] for r in whole]
+
+
+@pytest.mark.further
+def test_questions_with_options_are_decisions(demo_engine: Engine, tmp_path: Path) -> None:
+    """Check the probabilities against `Engine.decide`, beside text answers, and a question that is too long."""
+    options = ("Paris", "Rome", "Oslo")
+    asked = [Question(n, "x", (f"What is the capital of {name}?",), (options[n],), options=options)
+             for n, name in enumerate(("France", "Italy"))]  # fmt: skip
+    long = replace(asked[0], id=2, turns=("x y " * 2000,))
+    records = answer_questions(
+        demo_engine, ADAPTIVE, [*asked, *two_turns()[:1], long], DECODING, tmp_path / "a.jsonl", ""
+    )
+    for question, record in zip(asked, records, strict=False):
+        (decision,) = demo_engine.decide(
+            question.turns[0], [Decided("choice", "Which answer is right?", tuple(map(Option, options)))]
+        )
+        assert record["probabilities"] == pytest.approx(decision.probabilities, abs=1e-5) and not record["turns"]
+        assert record["correct"] == (options[decision.best] == question.references[0])
+    assert len(records[2]["turns"]) == 2 and "probabilities" not in records[2]
+    assert "expected at most" in records[3]["error"] and records[3]["correct"] is None
 
 
 @pytest.mark.further

@@ -41,6 +41,17 @@ def test_fastchat_files(tmp_path: Path) -> None:
     assert second.references == ("3",)
 
 
+def test_choices(tmp_path: Path) -> None:
+    """Check the forms of a right answer, and what is refused."""
+    lines = [{"question": "q?", "choices": ["red", "blue"], "answer": answer} for answer in ("blue", 1, "B", "C", True)]
+    more: list[Any] = [["red"], ["red", "red"], "red", [1, 2]]
+    file = written(tmp_path, *lines, *({"question": "q?", "choices": listed, "answer": "red"} for listed in more))
+    left_out: list[str] = []
+    found = read_questions(BenchmarkSection(file=file), left_out)
+    assert [(q.options, q.references) for q in found] == [(("red", "blue"), ("blue",))] * 3
+    assert ['"choices":' in line for line in left_out] == [False, False, True, True, True, True]
+
+
 def test_suitable_questions_are_marked(tmp_path: Path) -> None:
     file, marks = tmp_path / "questions.jsonl", tmp_path / "suitable.csv"
     texts = ["How?", 'Say "a; b".', "Why?"]
