@@ -21,13 +21,12 @@ def add(commands: Any) -> None:
     build.add_argument(
         "source", help="JSONL, JSON, CSV or Parquet file, folder, or name of a dataset; also a glob or URL"
     )
-    build.add_argument("overrides", nargs="*", metavar="key=value", help="change single values: teacher.votes=1")
+    build.add_argument("overrides", nargs="*", metavar="key=value", help="change single values: select.min_tokens=64")
     build.add_argument("--config", metavar="FILE", help="YAML file, such as configs/data.yaml")
     build.add_argument("--output", required=True, type=Path, help="folder of the run; an interrupted run resumes there")
     build.add_argument(
         "--shard", default="0/1", metavar="I/N", help="process only every N-th record, starting at the I-th"
     )
-    build.add_argument("--dry-run", action="store_true", help="print the estimated calls and tokens, and stop")
 
     show = command(kinds, "show", run_show, "Print structured records.")
     show.add_argument("file", type=Path, help="structured.jsonl")
@@ -88,26 +87,17 @@ def run_build(options: argparse.Namespace) -> None:
     from aspd_jax.configuration import read_config
     from aspd_jax.pipeline.build import build
     from aspd_jax.pipeline.data_config import DataConfig
-    from aspd_jax.pipeline.estimate import estimate
     from aspd_jax.pipeline.work import Shard
     from aspd_jax.sources import no_record
 
     config = read_config(DataConfig, options.config, options.overrides)
     shard = Shard.parse(options.shard)
-    if options.dry_run:
-        print(estimate(config, options.source, shard))
-        return
-    outcome = build(config, options.source, options.output, shard)
-    left_out = outcome.report.unreadable
-    if len(left_out) == outcome.report.records and (left_out or shard.total == 1):
+    report = build(config, options.source, options.output, shard)
+    left_out = report.unreadable
+    if len(left_out) == report.records and (left_out or shard.total == 1):
         raise no_record(options.source, left_out)
     print_left_out(left_out)
-    print(outcome.report.markdown())
-    if outcome.unanswered:
-        raise RequestError(
-            f"teacher: expected a reply for every answer, got none for {outcome.unanswered}. "
-            "Run the same command again to request them."
-        )
+    print(report.markdown())
 
 
 def run_show(options: argparse.Namespace) -> None:

@@ -1,11 +1,11 @@
-"""The stages that need neither a model nor an endpoint: candidates by the form of an answer, and their checks.
+"""The stages that need no model: candidates by the form of an answer, and their checks.
 
 Results depend only on the configuration and on one answer (protocol, section 7).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from aspd_jax.blocks.checks import find_defect, find_dependence
@@ -15,34 +15,41 @@ from aspd_jax.blocks.regions import regions_of
 from aspd_jax.blocks.spans import BlockSpan, blocks_to_json, structure_of
 from aspd_jax.errors import StructureError
 from aspd_jax.pipeline.leads import with_leads
-from aspd_jax.pipeline.work import Answer, Candidate, Work, candidates_of
+from aspd_jax.pipeline.work import Answer, Candidate, Work
 from aspd_jax.structure import plain_text
 
 
 def propose_by_rules(work: Work, answer: Answer) -> dict[str, Any]:
-    """Return the result of the first stage without a teacher: candidates, and rejected ones with their reasons."""
-    if short := too_short(work, answer):
-        return short
-    return well_formed(answer.text, by_form(answer.text) if work.config.rules else [])
-
-
-def judge_by_rules(work: Work, answer: Answer, proposed: dict[str, Any]) -> list[list[dict[str, str] | None]]:
-    """Return, for every block of every candidate, the stage at which it fails and the reason; None: it passes."""
-    return [[check(work, answer, block) for block in c.blocks] for c in candidates_of(proposed)]
-
-
-def too_short(work: Work, answer: Answer) -> dict[str, Any] | None:
-    """Return the result of the first stage for an answer that is too short to fork; None for others."""
+    """Return the result of the first stage: candidates, and rejected ones with their reasons."""
     tokens, least = work.count(answer.text), work.config.select.min_tokens
-    if tokens >= least:
-        return None
-    reason = f"{tokens} tokens, fewer than select.min_tokens ({least})"
-    return {"candidates": [], "rejected": [{"stage": "short", "source": "", "reason": reason}]}
+    if tokens < least:
+        reason = f"{tokens} tokens, fewer than select.min_tokens ({least})"
+        return {"candidates": [], "rejected": [{"stage": "short", "source": "", "reason": reason}]}
+    candidates = [Candidate(f"form {number}", blocks) for number, blocks in enumerate(propose(answer.text), 1)]
+    return well_formed(answer.text, candidates)
 
 
-def by_form(text: str) -> list[Candidate]:
-    """Return the candidates that the form of an answer proposes."""
-    return [Candidate(f"form {number}", blocks) for number, blocks in enumerate(propose(text), 1)]
+def judge(
+    work: Work, answer: Answer, candidates: Sequence[Candidate], scores: Sequence[Any] | None
+) -> list[list[dict[str, str] | None]]:
+    """Return, for every block of every candidate, the stage at which it fails and the reason; None: it passes.
+
+    Args:
+        work: configuration and count of tokens.
+        answer: answer with the candidates.
+        candidates: candidates of the first stage.
+        scores: for each candidate, mean and peak rise of all its branches, or the reason why there are none; None: not
+            scored.
+    """
+    verdicts = []
+    for candidate, score in zip(candidates, scores or [None] * len(candidates), strict=True):
+        failures, first = [], 0
+        for block in candidate.blocks:
+            last = first + len(block.branches)
+            failures.append(check(work, answer, block, score[first:last] if isinstance(score, list) else score))
+            first = last
+        verdicts.append(failures)
+    return verdicts
 
 
 def well_formed(text: str, candidates: Iterable[Candidate]) -> dict[str, Any]:
@@ -65,7 +72,7 @@ def well_formed(text: str, candidates: Iterable[Candidate]) -> dict[str, Any]:
 
 
 def check(work: Work, answer: Answer, block: BlockSpan, scores: Any = None) -> dict[str, str] | None:
-    """Apply the checks without calls: number of branches, saved steps, rules and likelihood.
+    """Check a block: number of branches, saved steps, rules and likelihood.
 
     Args:
         work: configuration and count of tokens.

@@ -1,4 +1,4 @@
-"""The state of a run in one SQLite file: every reply of a language model, and the result of each stage per answer.
+"""The state of a run in one SQLite file: the result of each stage per answer.
 
 A killed process loses only what it has not stored yet.
 """
@@ -10,28 +10,12 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from aspd_jax.errors import DataError
 from aspd_jax.files import writing
 
-TABLES = (
-    "replies (key TEXT PRIMARY KEY, text TEXT, prompt INTEGER, completion INTEGER)",
-    "stages (answer TEXT, stage TEXT, made_of TEXT, value TEXT, PRIMARY KEY (answer, stage))",
-)
-
-
-class Reply(NamedTuple):
-    """A reply of a language model.
-
-    Attributes:
-        text: text of the reply.
-        prompt_tokens, completion_tokens: numbers of tokens counted by the endpoint.
-    """
-
-    text: str
-    prompt_tokens: int
-    completion_tokens: int
+TABLE = "stages (answer TEXT, stage TEXT, made_of TEXT, value TEXT, PRIMARY KEY (answer, stage))"
 
 
 class Store:
@@ -53,8 +37,7 @@ class Store:
                 self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute("PRAGMA synchronous=NORMAL")
-                for table in TABLES:
-                    self._db.execute(f"CREATE TABLE IF NOT EXISTS {table}")
+                self._db.execute(f"CREATE TABLE IF NOT EXISTS {TABLE}")
                 failed.pop_all()
         except sqlite3.OperationalError as error:
             raise DataError(f"{file}: {error}; is another process working on it?") from None
@@ -64,21 +47,6 @@ class Store:
     def close(self) -> None:
         """Close the file and release its lock."""
         self._db.close()
-
-    def reply(self, key: str) -> Reply | None:
-        """Return a stored reply, or None."""
-        row = self._db.execute("SELECT text, prompt, completion FROM replies WHERE key = ?", (key,)).fetchone()
-        return Reply(*row) if row else None
-
-    def add_reply(self, key: str, reply: Reply) -> None:
-        """Store a reply."""
-        with writing(self._file):
-            self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)", (key, *reply))
-
-    def account(self) -> tuple[int, int, int]:
-        """Return the numbers of replies, prompt tokens and completion tokens."""
-        row = self._db.execute("SELECT count(*), total(prompt), total(completion) FROM replies").fetchone()
-        return int(row[0]), int(row[1]), int(row[2])
 
     def get(self, answer: str, stage: str, made_of: str) -> Any:
         """Return the stored result of a stage for an answer, or None if it was computed from other inputs.

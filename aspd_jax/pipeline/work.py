@@ -24,7 +24,7 @@ from aspd_jax.pipeline.store import Store
 from aspd_jax.sources import Conversation, Unreadable, read_rows, record_of
 
 COUNTS = 1 << 10  # texts whose number of tokens is kept
-VERSION = 10  # version of the stages; a change reruns all of them
+VERSION = 11  # version of the stages; a change reruns all of them
 
 
 class Shard(NamedTuple):
@@ -89,7 +89,7 @@ class Candidate(NamedTuple):
     """Blocks proposed for an answer.
 
     Attributes:
-        source: source of the blocks, such as `form 1` or `teacher 2`.
+        source: source of the blocks, such as `form 1`.
         blocks: the blocks in order.
     """
 
@@ -136,43 +136,23 @@ class Work:
         source: path or name of the records.
         shard: part of the records to process.
         store: store of the run.
-        prompts: prompts of the teacher by name; they are inputs of the stages.
 
     Attributes:
         store: where the results of stages are.
-        prompts: prompts of the teacher.
         count: function that counts the tokens of a text.
-        unanswered: reasons why answers have no reply in this run, by key.
 
     Raises:
         ConfigError: the checkpoint that counts tokens has no tokenizer.
     """
 
-    def __init__(self, config: DataConfig, source: str, shard: Shard, store: Store, prompts: Mapping[str, str]) -> None:
+    def __init__(self, config: DataConfig, source: str, shard: Shard, store: Store) -> None:
         self.config, self.source, self.shard = config, source, shard
         self.count = counter(config.tokenizer)
-        self.unanswered: dict[str, str] = {}
-        self.store, self.prompts = store, prompts
-        s, teacher = config.select, asdict(config.teacher)
-        asked = [teacher[name] for name in ("base_url", "model", "temperature", "max_tokens", "attempts")]
+        self.store = store
         settings = {
-            "propose": [
-                VERSION,
-                config.rules,
-                config.tokenizer,
-                s.min_tokens,
-                *asked,
-                config.teacher.candidates,
-                dict(prompts),
-            ],
+            "propose": [VERSION, config.tokenizer, config.select.min_tokens],
             "score": [config.likelihood.model, config.likelihood.length],
-            "judge": [
-                config.check_dependence,
-                config.check_defects,
-                asdict(config.likelihood),
-                asdict(s),
-                config.teacher.votes,
-            ],
+            "judge": [config.check_dependence, config.check_defects, asdict(config.likelihood), asdict(config.select)],
         }
         # The hash of a stage includes the settings of all stages before it.
         whole = hashlib.sha256()
@@ -215,10 +195,6 @@ class Work:
             value = compute()
             self.store.put(answer.key, stage, made_of, value)
         return value
-
-    def candidates(self, answer: Answer) -> list[Candidate]:
-        """Return the candidates that the first stage proposed."""
-        return candidates_of(self.get("propose", answer) or {"candidates": []})
 
     def _made_of(self, stage: str, answer: Answer) -> str:
         """Return a hash of all inputs of a stage for an answer."""

@@ -395,12 +395,12 @@ def test_compiled_programs_stay_on_disk(tmp_path: Path, tokenizer: PreTrainedTok
 
 def test_values_may_be_changed_before_and_behind_options(capsys: Any, tmp_path: Path) -> None:
     config = tmp_path / "data.yaml"
-    config.write_text("rules: true\n")
+    config.write_text("check_dependence: true\n")
     build = ["data", "build", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "out")]
-    for words in (("teacher.votes=x", "--config", str(config)), ("--config", str(config), "teacher.votes=x")):
+    for words in (("select.min_tokens=x", "--config", str(config)), ("--config", str(config), "select.min_tokens=x")):
         code, _, err = run(capsys, *build, *words)
-        assert code == 2 and "teacher.votes" in err
-    for words in ([*build, "--config", str(config), "votes"], ["serve", "--port", "0", "a=b"]):
+        assert code == 2 and "select.min_tokens" in err
+    for words in ([*build, "--config", str(config), "min_tokens"], ["serve", "--port", "0", "a=b"]):
         with pytest.raises(SystemExit):
             aspd.main(words)
         assert "unrecognized arguments" in capsys.readouterr().err

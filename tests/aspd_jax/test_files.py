@@ -20,7 +20,7 @@ from aspd_jax.files import Log, refusal, replacing, write_folder, write_whole
 from aspd_jax.formats import open_checkpoint
 from aspd_jax.formats.folder import convert
 from aspd_jax.language_model import save_adapter
-from aspd_jax.pipeline.store import Reply, Store
+from aspd_jax.pipeline.store import Store
 from infer.offline.journal import append, read_journal
 from tests.aspd_jax.formats.test_gguf_tokenizer import known_tokenizer
 from tests.aspd_jax.formats.test_peft_adapters import CASES, as_if_trained, base_folder
@@ -150,7 +150,7 @@ def write_store(path: Path, lm: LanguageModel) -> None:
     store = Store(path)
     try:
         for number in range(100):
-            store.add_reply(str(number), Reply("text " * 20, 1, 1))
+            store.put(str(number), "propose", "hash", "text " * 20)
     finally:
         store.close()
 

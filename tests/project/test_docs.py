@@ -62,7 +62,6 @@ LIST = "Tea differs by how its leaves are treated.\n\n" + "\n".join(
         1,
     )
 )
-NEEDS = ("teacher.base_url=https",)  # an endpoint, which tests/aspd_jax/pipeline/test_pipeline.py has
 
 
 def commands_of(page: Path) -> Iterator[str]:
@@ -148,10 +147,9 @@ def place(tmp_path_factory: Any) -> Path:
 def test_commands_work(place: Path, monkeypatch: Any, capsys: Any) -> None:
     """Run the commands in the order of the pages, each with its own output folder."""
     monkeypatch.chdir(place)
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
     ran: set[tuple[str, ...]] = set()
     for number, (page, command) in enumerate(COMMANDS):
-        if any(command.startswith(start) for start in ELSEWHERE) or any(need in command for need in NEEDS):
+        if any(command.startswith(start) for start in ELSEWHERE):
             continue
         words = shlex.split(command)[1:]
         more = next((more for start, more in SMALLER.items() if command.startswith(start)), [])

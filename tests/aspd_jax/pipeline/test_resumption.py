@@ -58,7 +58,7 @@ def test_the_results_of_each_record_are_computed_once(
     many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that ended within a part computes only that part and the others again, and a whole one nothing."""
-    report = build(BEST, str(many), tmp_path / "alone", progress=False).report
+    report = build(BEST, str(many), tmp_path / "alone", progress=False)
     assert report.left_out["question"] == 100
     (left_out,) = report.unreadable
     assert left_out.startswith(f"{many}, line {BAD}: not JSON")
