@@ -18,9 +18,7 @@ def add(commands: Any) -> None:
     kinds = data.add_subparsers(required=True, metavar="WHAT")
 
     build = command(kinds, "build", run_build, "Turn records of questions and answers into training data.")
-    build.add_argument(
-        "source", help="JSONL, JSON, CSV or Parquet file, folder, or name of a dataset; also a glob or URL"
-    )
+    build.add_argument("source", help="JSONL, JSON or Parquet file, folder, or name of a dataset; also a glob or URL")
     build.add_argument("overrides", nargs="*", metavar="key=value", help="change single values: select.min_tokens=64")
     build.add_argument("--config", metavar="FILE", help="YAML file, such as configs/data.yaml")
     build.add_argument("--output", required=True, type=Path, help="folder of the run; an interrupted run resumes there")
@@ -49,12 +47,6 @@ def add(commands: Any) -> None:
     model_options(fields)
     fields.add_argument("--batch", type=int, default=4, help="maximum prompts in a batch")
     fields.add_argument("--max-new-tokens", type=int, default=400, help="maximum tokens of an answer")
-
-    tasks = command(kinds, "tasks", run_tasks, "Write synthetic questions with structured answers as training data.")
-    tasks.add_argument("--count", type=int, default=4000, help="number of conversations")
-    tasks.add_argument("--long-every", type=int, default=0, metavar="N", help="every N-th has long branches; 0: none")
-    tasks.add_argument("--held-out", action="store_true", help="write held-out questions, which are otherwise excluded")
-    tasks.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSONL")
 
 
 def run_fields(options: argparse.Namespace) -> None:
@@ -148,19 +140,3 @@ def run_stats(options: argparse.Namespace) -> None:
     print_left_out(left_out)
     values = statistics(measures)
     print(json.dumps(values, indent=1) if options.json else "\n".join(statistics_table(values)))
-
-
-def run_tasks(options: argparse.Namespace) -> None:
-    """Run `aspd data tasks`."""
-    from aspd_jax.configuration import at_least
-    from aspd_jax.files import write_whole
-    from train.tasks import conversations
-
-    positive(options, "count")
-    at_least("--long-every", options.long_every, 0)
-    records = conversations(options.count, options.held_out, options.long_every)
-    try:
-        write_whole(options.output, "".join(json.dumps(record) + "\n" for record in records))
-    except OSError as error:
-        raise RequestError(f"--output {options.output}: {error.strerror}") from None
-    print(f"{options.count} conversations written to {options.output}")

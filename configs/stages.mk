@@ -73,11 +73,7 @@ smollm2-ablation: configs/smollm2/ablation.yaml runs/smollm2/data/structured.jso
 	mkdir -p runs/smollm2/ablation
 	grep '"parallel"' runs/smollm2/data/structured.jsonl | awk 'NR % 8' > runs/smollm2/ablation/train.jsonl
 	grep '"parallel"' runs/smollm2/data/structured.jsonl | awk 'NR % 8 == 0' > runs/smollm2/ablation/held_out.jsonl
-	for siblings in invisible shared; do for positions in sequential max predict; do \
-	  $(BIN)/aspd train $< model.siblings=$$siblings model.positions=$$positions \
-	    --output runs/smollm2/ablation/$$siblings-$$positions || exit 1; \
-	done; done
-	tail -n 1 runs/smollm2/ablation/*/metrics.jsonl
+	$(BIN)/aspd ablate $< --output runs/smollm2/ablation
 
 # Files of a run are kept, although they are only steps towards its report.
 .SECONDARY:

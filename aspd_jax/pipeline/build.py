@@ -1,6 +1,6 @@
-"""Run the pipeline over a source of records (protocol, section 7).
+"""Run the pipeline over a source of records: the likelihood of candidates, if a model is given, then all records.
 
-Every stage processes all answers that it has not processed before with the same inputs.
+Source: protocol, section 7.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from itertools import islice
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -17,16 +16,14 @@ from typing import IO, Any
 from aspd_jax.files import writing
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.data_report import Report
-from aspd_jax.pipeline.entries import Entry, entry_of, proposed_for
-from aspd_jax.pipeline.rule_stages import check
+from aspd_jax.pipeline.entries import Entry, entry_of
+from aspd_jax.pipeline.rule_stages import check, propose_by_rules
 from aspd_jax.pipeline.sets import Survey, write
 from aspd_jax.pipeline.store import Store
-from aspd_jax.pipeline.work import WHOLE, Answer, Shard, Work, candidates_of
+from aspd_jax.pipeline.work import WHOLE, Answer, Candidate, Shard, Work
 from aspd_jax.progress import Bar
 from aspd_jax.sizes import next_power
-from aspd_jax.sources import record_of
 
-PART = 64  # records whose results are stored together; a killed run repeats those of one part
 MIN_ROW = 256  # minimum padded length of a scored row in tokens
 
 
@@ -36,7 +33,7 @@ def build(config: DataConfig, source: str, output: Path, shard: Shard = WHOLE, p
     Args:
         config: configuration of the pipeline.
         source: path or name of the records, see `read_records`.
-        output: folder of the results and of the store of the run.
+        output: folder of the results and of the stored scores.
         shard: part of the records to process.
         progress: whether to show progress bars.
 
@@ -46,52 +43,39 @@ def build(config: DataConfig, source: str, output: Path, shard: Shard = WHOLE, p
     Raises:
         AspdError: the source cannot be read, or a setting is not valid.
     """
-    store = Store(output / shard.name("work", ".sqlite"))
-    try:
-        work = Work(config, source, shard, store)
-        if config.likelihood.model:
-            _score(work, progress)
-        with _spool(output) as spool:
-            survey = _process(work, store, output, spool, progress)
-            return write(work, output, Report(), survey, _entries(spool))
-    finally:
-        store.close()
-
-
-@contextmanager
-def _spool(output: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file without a name; it goes with the process, however that ends."""
     with ExitStack() as stack:
+        work = Work(config, source, shard)
         with writing(output):
-            spool = stack.enter_context(TemporaryFile(dir=output))
-        yield spool
+            output.mkdir(parents=True, exist_ok=True)
+            spool = stack.enter_context(TemporaryFile(dir=output))  # has no name, and goes with the process
+        if config.likelihood.model:
+            work.store = stack.enter_context(closing(Store(output / shard.name("work", ".sqlite"))))
+            _score(work, progress)
+        survey = _process(work, output, spool, progress)
+        return write(work, output, Report(), survey, _entries(spool))
 
 
-def _process(work: Work, store: Store, output: Path, spool: IO[bytes], progress: bool) -> Survey:
-    """Process all records, store the results of their stages, and write their entries to a file."""
+def _process(work: Work, output: Path, spool: IO[bytes], progress: bool) -> Survey:
+    """Process all records, and write their entries to a file."""
     survey = Survey()
-    total = sum(1 for _ in work.shard.rows(work.source))
-    rows = work.shard.rows(work.source)
+    total = sum(1 for _ in work.records())
     with Bar(total=total, desc="records", unit="record", disable=not progress) as bar:
-        while part := list(islice(rows, PART)):
-            with store.together():
-                entries = [entry_of(work, record_of(row)) for row in part]
+        for record in work.records():
+            entry = entry_of(work, record)
             with writing(output):
-                pickle.dump(entries, spool)
-                spool.flush()
-            for entry in entries:
-                if entry.sample is not None:
-                    survey.add(entry.sample)
-            bar.update(len(part))
+                pickle.dump(entry, spool)
+            if entry.sample is not None:
+                survey.add(entry.sample)
+            bar.update()
     return survey
 
 
 def _entries(spool: IO[bytes]) -> Iterator[Entry]:
-    """Yield the entries of a file, which holds a pickled list for each part."""
+    """Yield the entries of a file of `_process`."""
     spool.seek(0)
     with suppress(EOFError):
         while True:
-            yield from pickle.load(spool)
+            yield pickle.load(spool)
 
 
 def _score(work: Work, progress: bool) -> None:
@@ -103,25 +87,26 @@ def _score(work: Work, progress: bool) -> None:
     waiting: dict[int, list[Any]] = defaultdict(list)
     lm: Any = None
 
-    def store(answer: Answer, scores: Sequence[Any]) -> None:
+    def store(answer: Answer, candidates: Sequence[Candidate], scores: Sequence[Any]) -> None:
         if all(score is not None for score in scores):
-            work.put("score", answer, scores)
+            work.put_score(answer, candidates, scores)
 
     def flush(size: int) -> None:
-        rows = [row for _, _, _, row in waiting[size]]
+        rows = [row for *_, row in waiting[size]]
         filled = [*rows, *[rows[-1]] * (section.batch - len(rows))]
-        for (answer, number, scores, _), of_row in zip(waiting[size], nll_increases(lm, filled, size), strict=False):
+        increases = nll_increases(lm, filled, size)
+        for (answer, candidates, number, scores, _), of_row in zip(waiting[size], increases, strict=False):
             scores[number] = [list(rise) for rise in of_row]
-            store(answer, scores)
+            store(answer, candidates, scores)
         waiting[size] = []
 
     total = sum(1 for _ in work.answers())
     with Bar(total=total, desc="score", unit="answer", disable=not progress) as bar:
         for answer in work.answers():
             bar.update()
-            if work.get("score", answer) is not None:
+            candidates = propose_by_rules(work, answer).candidates
+            if work.score(answer, candidates) is not None:
                 continue
-            candidates = candidates_of(proposed_for(work, answer))
             if all(check(work, answer, block) for candidate in candidates for block in candidate.blocks):
                 continue  # no block can be selected, whatever its score
             scores: list[Any] = [None] * len(candidates)
@@ -133,10 +118,10 @@ def _score(work: Work, progress: bool) -> None:
                     scores[number] = f"{len(row.tokens)} tokens, likelihood.length is {section.length}"
                 else:
                     rows.append((number, row))
-            store(answer, scores)
+            store(answer, candidates, scores)
             for number, row in rows:
                 size = max(MIN_ROW, next_power(len(row.tokens)))
-                waiting[size].append((answer, number, scores, row))
+                waiting[size].append((answer, candidates, number, scores, row))
                 if len(waiting[size]) == section.batch:
                     flush(size)
         for size in sorted(size for size, rows in waiting.items() if rows):

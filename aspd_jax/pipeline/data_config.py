@@ -48,8 +48,8 @@ class SelectSection:
         per_question: maximum records with the same messages before the last answer, those with the best blocks; 0: all.
             Records are compared within a shard.
         serial_kinds: kinds of questions (the field `kind` of records) whose answers are kept without a block; empty:
-            all. Otherwise the model learns prose for questions that request lists. Lists that `check_dependence`
-            refuses are kept as serial text for every kind: they teach when not to fork.
+            all. Otherwise the model learns prose for questions that request lists. Lists that a rule finds dependent
+            are kept as serial text for every kind: they teach when not to fork.
         serial_ratio: maximum records without a block per record with one, chosen by a hash of the text; 0: no limit.
     """
 
@@ -76,16 +76,9 @@ class DataConfig:
     """The configuration of the data pipeline.
 
     Attributes:
-        check_dependence: whether blocks are refused whose branches refer to a sibling, continue a count, use a
-            sibling's result, tell a course of events, derive a number that the question asks for, or explain a
-            program (`aspd_jax.blocks.checks.find_dependence`).
-        check_defects: whether blocks are refused that have unequal gaps, similar titles or repeated sentences
-            (`aspd_jax.blocks.checks.find_defect`).
         likelihood, select: sections.
     """
 
-    check_dependence: bool = True
-    check_defects: bool = True
     likelihood: LikelihoodSection = field(default_factory=LikelihoodSection)
     select: SelectSection = field(default_factory=SelectSection)
 

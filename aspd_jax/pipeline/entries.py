@@ -16,11 +16,9 @@ from aspd_jax.blocks.checks import asked_for
 from aspd_jax.blocks.measures import Measures, best, measure
 from aspd_jax.blocks.spans import BlockSpan, structure_of
 from aspd_jax.pipeline.rule_stages import judge, propose_by_rules
-from aspd_jax.pipeline.work import Answer, Candidate, Work, answers_of, candidates_of
+from aspd_jax.pipeline.work import Answer, Candidate, Work, answers_of
 from aspd_jax.sources import Conversation, Unreadable
 from aspd_jax.structure import to_json
-
-NOTHING: dict[str, Any] = {"candidates": [], "rejected": []}  # result of the first stage for an empty answer
 
 
 class Sample(NamedTuple):
@@ -95,36 +93,24 @@ class Entry(NamedTuple):
 
 
 def entry_of(work: Work, record: Conversation | Unreadable) -> Entry:
-    """Return the entry of a record; missing results of the rule stages are computed and stored."""
+    """Return the entry of a record."""
     base: dict[str, Any] = {"id": record.id, "line": record.number}
     if isinstance(record, Unreadable):
         return Entry(base, "read", record.reason)
     if repetitive := work.repetitive(record):
         return Entry(base, "record", repetitive)
     answers = list(answers_of(record))
-    proposals = [proposed_for(work, answer) for _, answer in answers]
-    candidates = [candidates_of(proposed) for proposed in proposals]
-    for (_, answer), of_answer in zip(answers, candidates, strict=True):
-        if unfit := _unfit(work, answer, of_answer):
+    proposals = [propose_by_rules(work, answer) for _, answer in answers]
+    for (_, answer), proposed in zip(answers, proposals, strict=True):
+        if unfit := _unfit(work, answer, proposed.candidates):
             return Entry(base, "record", unfit)
-    selections = [
-        _select(work, answer, of_answer, list(proposed["rejected"]))
-        for (_, answer), of_answer, proposed in zip(answers, candidates, proposals, strict=True)
-    ]
+    selections = [_select(work, answer, *proposed) for (_, answer), proposed in zip(answers, proposals, strict=True)]
     return _entry(work, record, base, answers, selections)
 
 
 def line(value: dict[str, Any]) -> str:
     """Return a line of JSONL."""
     return json.dumps(value, ensure_ascii=False) + "\n"
-
-
-def proposed_for(work: Work, answer: Answer) -> dict[str, Any]:
-    """Return the result of the stage *propose*, which is computed and stored if it is missing."""
-    if not answer.text.strip():
-        return NOTHING
-    result: dict[str, Any] = work.result("propose", answer, lambda: propose_by_rules(work, answer))
-    return result
 
 
 def _unfit(work: Work, answer: Answer, candidates: Sequence[Candidate]) -> str | None:
@@ -136,9 +122,11 @@ def _unfit(work: Work, answer: Answer, candidates: Sequence[Candidate]) -> str |
     return None
 
 
-def _select(work: Work, answer: Answer, candidates: Sequence[Candidate], rejected: list[dict[str, Any]]) -> Selection:
-    scores = work.get("score", answer) if candidates and work.config.likelihood.model else None
-    verdicts = work.result("judge", answer, lambda: judge(work, answer, candidates, scores)) if candidates else []
+def _select(
+    work: Work, answer: Answer, candidates: Sequence[Candidate], refused: Sequence[dict[str, Any]]
+) -> Selection:
+    scores, rejected = work.score(answer, candidates), list(refused)
+    verdicts = judge(work, answer, candidates, scores)
     surviving: list[tuple[BlockSpan, ...]] = []
     for candidate, failures in zip(candidates, verdicts, strict=True):
         both = list(zip(candidate.blocks, failures, strict=True))

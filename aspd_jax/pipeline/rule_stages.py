@@ -6,25 +6,39 @@ Results depend only on the configuration and on one answer (protocol, section 7)
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from aspd_jax.blocks.checks import find_defect, find_dependence
 from aspd_jax.blocks.extract import propose
 from aspd_jax.blocks.measures import saved
 from aspd_jax.blocks.regions import regions_of
-from aspd_jax.blocks.spans import BlockSpan, blocks_to_json, structure_of
+from aspd_jax.blocks.spans import BlockSpan, structure_of
 from aspd_jax.errors import StructureError
 from aspd_jax.pipeline.leads import with_leads
 from aspd_jax.pipeline.work import Answer, Candidate, Work
 from aspd_jax.structure import plain_text
 
 
-def propose_by_rules(work: Work, answer: Answer) -> dict[str, Any]:
-    """Return the result of the first stage: candidates, and rejected ones with their reasons."""
+class Proposals(NamedTuple):
+    """Result of the first stage.
+
+    Attributes:
+        candidates: well-formed candidates with leads.
+        rejected: rejected candidates, with `stage`, `source` and `reason`.
+    """
+
+    candidates: Sequence[Candidate] = ()
+    rejected: Sequence[dict[str, Any]] = ()
+
+
+def propose_by_rules(work: Work, answer: Answer) -> Proposals:
+    """Return the candidates that the form of an answer proposes, and the rejected ones; none for an empty answer."""
+    if not answer.text.strip():
+        return Proposals()
     tokens, least = work.count(answer.text), work.config.select.min_tokens
     if tokens < least:
         reason = f"{tokens} tokens, fewer than select.min_tokens ({least})"
-        return {"candidates": [], "rejected": [{"stage": "short", "source": "", "reason": reason}]}
+        return Proposals(rejected=[{"stage": "short", "source": "", "reason": reason}])
     candidates = [Candidate(f"form {number}", blocks) for number, blocks in enumerate(propose(answer.text), 1)]
     return well_formed(answer.text, candidates)
 
@@ -52,23 +66,23 @@ def judge(
     return verdicts
 
 
-def well_formed(text: str, candidates: Iterable[Candidate]) -> dict[str, Any]:
+def well_formed(text: str, candidates: Iterable[Candidate]) -> Proposals:
     """Return the candidates with leads whose plain text is the answer, and the others with their reasons."""
-    kept: list[dict[str, Any]] = []
-    rejected: list[dict[str, str]] = []
+    kept: list[Candidate] = []
+    rejected: list[dict[str, Any]] = []
     for candidate in candidates:
         try:
             for block in candidate.blocks:
                 if any(block.start < end and start < block.end for start, end in regions_of(text).tags):
                     raise StructureError("a block reaches from one region into another, such as from a thought")
-            blocks = [with_leads(text, block) for block in candidate.blocks]
+            blocks = tuple(with_leads(text, block) for block in candidate.blocks)
             if plain_text(structure_of(text, blocks)) != text:
                 raise StructureError("its plain text is not the answer")
         except StructureError as error:
             rejected.append({"stage": "integrity", "source": candidate.source, "reason": str(error)})
             continue
-        kept.append(candidate._asdict() | {"blocks": blocks_to_json(blocks)})
-    return {"candidates": kept, "rejected": rejected}
+        kept.append(Candidate(candidate.source, blocks))
+    return Proposals(kept, rejected)
 
 
 def check(work: Work, answer: Answer, block: BlockSpan, scores: Any = None) -> dict[str, str] | None:
@@ -91,9 +105,9 @@ def check(work: Work, answer: Answer, block: BlockSpan, scores: Any = None) -> d
     gain = saved(answer.text, block, work.count)
     if gain < select.min_saved:
         return {"stage": "select", "reason": f"it saves {gain} steps, select.min_saved is {select.min_saved}"}
-    if config.check_dependence and (why := find_dependence(answer.messages, answer.text, block)):
+    if why := find_dependence(answer.messages, answer.text, block):
         return {"stage": "check", "reason": why}
-    if config.check_defects and (why := find_defect(answer.text, block)):
+    if why := find_defect(answer.text, block):
         return {"stage": "defect", "reason": why}
     if isinstance(scores, str):
         return {"stage": "likelihood", "reason": scores}

@@ -1,21 +1,15 @@
-"""The state of a run in one SQLite file: the result of each stage per answer.
-
-A killed process loses only what it has not stored yet.
-"""
+"""The scores of a run in one SQLite file. A killed process loses only what it has not stored yet."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from aspd_jax.errors import DataError
 from aspd_jax.files import writing
-
-TABLE = "stages (answer TEXT, stage TEXT, made_of TEXT, value TEXT, PRIMARY KEY (answer, stage))"
 
 
 class Store:
@@ -37,7 +31,7 @@ class Store:
                 self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute("PRAGMA synchronous=NORMAL")
-                self._db.execute(f"CREATE TABLE IF NOT EXISTS {TABLE}")
+                self._db.execute("CREATE TABLE IF NOT EXISTS scores (key TEXT PRIMARY KEY, value TEXT)")
                 failed.pop_all()
         except sqlite3.OperationalError as error:
             raise DataError(f"{file}: {error}; is another process working on it?") from None
@@ -48,33 +42,12 @@ class Store:
         """Close the file and release its lock."""
         self._db.close()
 
-    def get(self, answer: str, stage: str, made_of: str) -> Any:
-        """Return the stored result of a stage for an answer, or None if it was computed from other inputs.
-
-        Args:
-            answer: key of the answer.
-            stage: name of the stage.
-            made_of: hash of the inputs of the stage.
-        """
-        row = self._db.execute(
-            "SELECT value FROM stages WHERE answer = ? AND stage = ? AND made_of = ?", (answer, stage, made_of)
-        ).fetchone()
+    def get(self, key: str) -> Any:
+        """Return a stored value, or None."""
+        row = self._db.execute("SELECT value FROM scores WHERE key = ?", (key,)).fetchone()
         return json.loads(row[0]) if row else None
 
-    def put(self, answer: str, stage: str, made_of: str, value: Any) -> None:
-        """Store the result of a stage for an answer; see `get`."""
-        row = (answer, stage, made_of, json.dumps(value, ensure_ascii=False))
+    def put(self, key: str, value: Any) -> None:
+        """Store a value."""
         with writing(self._file):
-            self._db.execute("INSERT OR REPLACE INTO stages VALUES (?, ?, ?, ?)", row)
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Store the results of a block in one transaction: a killed process has stored all of them or none."""
-        with writing(self._file):
-            self._db.execute("BEGIN")
-            try:
-                yield
-                self._db.execute("COMMIT")
-            finally:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
+            self._db.execute("INSERT OR REPLACE INTO scores VALUES (?, ?)", (key, json.dumps(value)))

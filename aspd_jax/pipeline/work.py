@@ -1,14 +1,14 @@
-"""The answers of a run, and the stored results of its stages (protocol, section 7).
+"""The answers of a run, and the stored scores of their candidates (protocol, section 7).
 
-A result is stored with a hash of its inputs. A killed run therefore resumes, and a changed setting reruns the stages
-that depend on it.
+Scores are stored by a hash of their inputs. A killed run therefore repeats only rules, and a changed threshold scores
+nothing again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from itertools import islice
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from aspd_jax.blocks.checks import repetition
 from aspd_jax.blocks.measures import Count, estimate_tokens
-from aspd_jax.blocks.spans import BlockSpan, blocks_from_json
+from aspd_jax.blocks.spans import BlockSpan
 from aspd_jax.errors import ConfigError
 from aspd_jax.jsonl import Line
 from aspd_jax.pipeline.data_config import DataConfig
@@ -24,7 +24,6 @@ from aspd_jax.pipeline.store import Store
 from aspd_jax.sources import Conversation, Unreadable, read_rows, record_of
 
 COUNTS = 1 << 10  # texts whose number of tokens is kept
-VERSION = 11  # version of the stages; a change reruns all of them
 
 
 class Shard(NamedTuple):
@@ -70,12 +69,10 @@ class Answer(NamedTuple):
     """An answer to process.
 
     Attributes:
-        key: key in the store.
         messages: the messages before the answer.
         text: text of the answer.
     """
 
-    key: str
     messages: tuple[str, ...]
     text: str
 
@@ -97,16 +94,11 @@ class Candidate(NamedTuple):
     blocks: tuple[BlockSpan, ...]
 
 
-def candidates_of(proposed: Mapping[str, Any]) -> list[Candidate]:
-    """Return the candidates of a result of the first stage."""
-    return [Candidate(c["source"], blocks_from_json(c["blocks"])) for c in proposed["candidates"]]
-
-
 def answers_of(record: Conversation) -> Iterator[tuple[int, Answer]]:
     """Yield the answers of a conversation with their index, each with the text before it."""
     for place in record.answers:
         said = tuple(f"{content}" for _, content in record.messages[:place])
-        yield place, Answer(f"{record.number}/{place}", said, record.messages[place][1])
+        yield place, Answer(said, record.messages[place][1])
 
 
 def counter(folder: str) -> Count:
@@ -129,37 +121,25 @@ def counter(folder: str) -> Count:
 
 
 class Work:
-    """The answers of a shard, and the stored results of stages.
+    """The answers of a shard, and their stored scores.
 
     Args:
         config: configuration of the pipeline.
         source: path or name of the records.
         shard: part of the records to process.
-        store: store of the run.
+        store: store of the scores; None: there are none.
 
     Attributes:
-        store: where the results of stages are.
         count: function that counts the tokens of a text.
 
     Raises:
         ConfigError: the checkpoint that counts tokens has no tokenizer.
     """
 
-    def __init__(self, config: DataConfig, source: str, shard: Shard, store: Store) -> None:
+    def __init__(self, config: DataConfig, source: str, shard: Shard, store: Store | None = None) -> None:
         self.config, self.source, self.shard = config, source, shard
         self.count = counter(config.tokenizer)
         self.store = store
-        settings = {
-            "propose": [VERSION, config.tokenizer, config.select.min_tokens],
-            "score": [config.likelihood.model, config.likelihood.length],
-            "judge": [config.check_dependence, config.check_defects, asdict(config.likelihood), asdict(config.select)],
-        }
-        # The hash of a stage includes the settings of all stages before it.
-        whole = hashlib.sha256()
-        self._settings: dict[str, str] = {}
-        for stage, values in settings.items():
-            whole.update(json.dumps(values).encode())
-            self._settings[stage] = whole.hexdigest()
 
     def records(self) -> Iterator[Conversation | Unreadable]:
         """Yield the records of this shard."""
@@ -179,24 +159,18 @@ class Work:
                 return f"{repeated:.0%} of its words repeat what it said before, at most {most:.0%} may"
         return None
 
-    def get(self, stage: str, answer: Answer) -> Any:
-        """Return the stored result of a stage for an answer, or None."""
-        return self.store.get(answer.key, stage, self._made_of(stage, answer))
+    def score(self, answer: Answer, candidates: Sequence[Candidate]) -> Any:
+        """Return the stored scores of the candidates of an answer, or None."""
+        return self.store.get(self._key(answer, candidates)) if self.store and candidates else None
 
-    def put(self, stage: str, answer: Answer, value: Any) -> None:
-        """Store the result of a stage for an answer."""
-        self.store.put(answer.key, stage, self._made_of(stage, answer), value)
+    def put_score(self, answer: Answer, candidates: Sequence[Candidate], scores: Sequence[Any]) -> None:
+        """Store the scores of the candidates of an answer."""
+        if self.store:
+            self.store.put(self._key(answer, candidates), scores)
 
-    def result(self, stage: str, answer: Answer, compute: Callable[[], Any]) -> Any:
-        """Return the stored result of a stage for an answer; if it has none, compute and store it."""
-        made_of = self._made_of(stage, answer)
-        value = self.store.get(answer.key, stage, made_of)
-        if value is None:
-            value = compute()
-            self.store.put(answer.key, stage, made_of, value)
-        return value
-
-    def _made_of(self, stage: str, answer: Answer) -> str:
-        """Return a hash of all inputs of a stage for an answer."""
-        what = [self._settings[stage], answer.messages, answer.text]
+    def _key(self, answer: Answer, candidates: Sequence[Candidate]) -> str:
+        """Return a hash of all inputs of the scores of an answer."""
+        section = self.config.likelihood
+        spans = [[asdict(block) for block in candidate.blocks] for candidate in candidates]
+        what = [section.model, section.length, answer.messages, answer.text, spans]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()

@@ -83,14 +83,11 @@ class _Conversation:
         return self.over
 
     def record(self) -> dict[str, Any]:
-        question, whole = self._question, len(self._turns) == len(self._question.turns)
-        last = self._turns[-1]["text"] if whole else ""
-        correct = last.strip() == question.references[-1].strip() if question.exact else None
+        question = self._question
         return {
             "question_id": question.id,
             "category": question.category,
             "turns": self._turns,
-            "correct": correct,
             "forks": question.forks,
         } | ({} if self._error is None else {"error": self._error})
 

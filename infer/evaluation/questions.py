@@ -26,17 +26,15 @@ class Question:
         id: identifier in the file and in answers.
         category: category in the report.
         turns: messages of the user.
-        references: right answers, or reference answers, of the first turns; may be fewer than `turns`.
-        exact: whether the last answer is right if it equals the last reference; otherwise they are not compared.
+        references: reference answers of the first turns; may be fewer than `turns`.
         temperature: temperature that the file requires; None: none.
-        forks: whether the right answer has a block, or the question is suitable for one; None: unknown.
+        forks: whether the question is suitable for an answer with a block; None: unknown.
     """
 
     id: str | int
     category: str
     turns: tuple[str, ...]
     references: tuple[str, ...] = ()
-    exact: bool = False
     temperature: float | None = None
     forks: bool | None = None
 

@@ -137,7 +137,7 @@ def test_training_takes_a_typed_block_for_text(demo: LanguageModel) -> None:
 
     record = conversation(line, 1)
     assert isinstance(record, Conversation)
-    (item,), _ = encode_conversation(demo, record, structured=True, fed_loss=False)
+    (item,), _ = encode_conversation(demo, record, structured=True)
     special = demo.codec.special
     assert (item.tokens == special.parallel_start).sum() == 1 and (item.tokens == special.branch_end).sum() == 2
     assert bare(BLOCK) in bare(demo.tokenizer.decode(item.tokens[: int(item.loss.argmax())]))
@@ -255,7 +255,7 @@ def test_an_answer_is_learned_with_the_end_of_its_turn(demo: LanguageModel, turn
     said = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(SAID)]
     record = conversation({"messages": said[:4]}, 1)
     assert isinstance(record, Conversation)
-    examples, skipped = encode_conversation(lm, record, structured=True, fed_loss=False)
+    examples, skipped = encode_conversation(lm, record, structured=True)
     assert not skipped
     learned = []
     for tokens, loss in examples:

@@ -94,7 +94,7 @@ def record_of(row: Any) -> Conversation:
 
 def learned(lm: LanguageModel, row: Any) -> tuple[list[tuple[list[int], str]], dict[int, str]]:
     """Of each answer with loss, the tokens before it and its text with its end; and what was left out."""
-    examples, skipped = encode_conversation(lm, record_of(row), structured=False, fed_loss=False)
+    examples, skipped = encode_conversation(lm, record_of(row), structured=False)
     found = []
     for item in examples:
         edges = np.flatnonzero(np.diff(np.concatenate([[False], item.loss, [False]]).astype(int)))
@@ -153,7 +153,7 @@ def test_structure_survives_where_a_thought_is_dropped(lm: LanguageModel) -> Non
         ],
         "answer": "Two.",
     }
-    examples, skipped = encode_conversation(own, record_of(row), structured=True, fed_loss=False)
+    examples, skipped = encode_conversation(own, record_of(row), structured=True)
     assert len(examples) == 2 and not skipped
     special = own.codec.special
     for item in examples:

@@ -132,7 +132,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 
 
 def write_metrics(path: Path, lm: LanguageModel) -> None:
-    writer = MetricsWriter(path.parent, 0, tensorboard=False)
+    writer = MetricsWriter(path.parent, 0)
     try:
         for step in range(100):
             writer.write(step, {"loss": 1.0})
@@ -150,7 +150,7 @@ def write_store(path: Path, lm: LanguageModel) -> None:
     store = Store(path)
     try:
         for number in range(100):
-            store.put(str(number), "propose", "hash", "text " * 20)
+            store.put(str(number), "text " * 20)
     finally:
         store.close()
 

@@ -13,11 +13,11 @@ from typing import Any
 import openai
 import uvicorn
 
-from aspd.evaluation import synthetic_questions
 from infer import Engine
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
 from infer.server.engine_thread import EngineThread
+from tests.helpers.tasks import synthetic_questions
 
 # A server of the embedded model in a process of its own, on a port that it chooses.
 SERVE = (sys.executable, "-m", "aspd", "serve", "--model", "demo", "--port", "0", "--warm-up", "none")

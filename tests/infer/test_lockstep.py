@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aspd.evaluation import synthetic_questions
 from aspd_jax import LanguageModel, load_model
 from infer import Engine, SamplingParams
 from infer.lockstep import Lockstep, StepCommand
 from infer.request import Request, ScoredBranch
 from tests.conftest import ROOT
 from tests.helpers.serving import SERVE, wait_for
+from tests.helpers.tasks import synthetic_questions
 
 QUESTIONS = sorted(
     (question for question in synthetic_questions(6) if question.forks),

@@ -14,7 +14,7 @@ import pytest
 import aspd
 from aspd_jax.formats import find_model
 from tests.conftest import ROOT
-from train.tasks import problem
+from tests.helpers.tasks import problem
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 # Too long for a test, even in small; they are taken apart here, and run small by tests of their own.
@@ -34,11 +34,9 @@ ELSEWHERE = {
     "aspd serve": "test_server.py",
 }
 TINY = ["model.checkpoint=DIR", "data.train=train.jsonl", "steps=1", "data.rows=8", "data.length=256"]
-TINY += ["optimiser.accumulate=1", "evaluate_batches=0", "model.dtype=float32", "tensorboard=false"]
+TINY += ["optimiser.accumulate=1", "evaluate_batches=0", "model.dtype=float32"]
 # What makes a command small enough, after its own words.
 SMALLER = {
-    "aspd train configs/embedded_letters": TINY,
-    "aspd train configs/embedded": ["steps=1", "evaluate_batches=0", "data.short_steps=0", "data.rows=2"],
     "aspd train": TINY,
     "aspd generate": ["--model", "demo", "--max-new-tokens", "8", "--max-length", "1024", "--batch", "1"],
 }

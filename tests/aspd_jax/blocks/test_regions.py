@@ -129,8 +129,8 @@ def test_a_block_lies_in_one_region() -> None:
     for start, middle, end, fits in ((first, then, answer.index("</think>"), True), (then, here, len(answer), False)):
         block = BlockSpan((BranchSpan("One", start, middle), BranchSpan("Two", middle, end)))
         result = well_formed(answer, [Candidate("form 1", (block,))])
-        assert bool(result["candidates"]) == fits
-        assert fits or "from one region into another" in result["rejected"][0]["reason"]
+        assert bool(result.candidates) == fits
+        assert fits or "from one region into another" in result.rejected[0]["reason"]
 
 
 LINES = st.sampled_from(

@@ -26,9 +26,9 @@ from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
 from aspd_jax.tokens import Codec
 from tests.conftest import ROOT
 from tests.helpers.pipeline_data import CHAIN, LIST, PROSE, RULES, SMALL, lines
+from tests.helpers.tasks import problem
 from train.config import DataSection
 from train.records import Records
-from train.tasks import problem
 
 
 def test_answers_are_kept_and_dependent_ones_stay_serial(source: Path, tmp_path: Path) -> None:
@@ -229,12 +229,12 @@ def test_two_processes_cannot_share_a_store(tmp_path: Path) -> None:
     from aspd_jax.pipeline.store import Store
 
     store = Store(tmp_path / "work.sqlite")
-    store.put("1/1", "propose", "hash", {"text": 1})
+    store.put("key", [[0.5, 1.0]])
     with pytest.raises(AspdError, match="another process"):
         Store(tmp_path / "work.sqlite")
     store.close()
     again = Store(tmp_path / "work.sqlite")
-    assert again.get("1/1", "propose", "hash") == {"text": 1} and again.get("2/1", "propose", "hash") is None
+    assert again.get("key") == [[0.5, 1.0]] and again.get("other") is None
     again.close()
     (tmp_path / "text.sqlite").write_bytes(os.urandom(5000))
     with pytest.raises(AspdError, match="expected the store of a run"):
@@ -244,13 +244,6 @@ def test_two_processes_cannot_share_a_store(tmp_path: Path) -> None:
 def test_estimated_tokens_are_near_real_ones(lm: LanguageModel) -> None:
     assert estimate_tokens("") == 0 and estimate_tokens("你好") == 2
     assert 0.7 < estimate_tokens(LIST) / (len(LIST.split()) * 1.3) < 1.3
-
-
-def test_checks_can_be_left_to_others(two: Path, tmp_path: Path) -> None:
-    for check, forks in ((True, 1), (False, 2)):
-        config = DataConfig(check_dependence=check, select=SMALL)
-        report = build(config, str(two), tmp_path / "out", progress=False)
-        assert report.statistics()["with_block"] == forks
 
 
 def test_only_the_last_message_says_what_an_answer_should_be(tmp_path: Path) -> None:

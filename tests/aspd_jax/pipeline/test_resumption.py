@@ -1,4 +1,4 @@
-"""Killed runs: every result is computed once, and results of one part are stored together."""
+"""Killed runs: every score is computed once, and no file is half written."""
 
 from __future__ import annotations
 
@@ -8,29 +8,25 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aspd_jax.pipeline import build as building
-from aspd_jax.pipeline import entries
-from aspd_jax.pipeline.build import PART, build
-from aspd_jax.pipeline.data_config import DataConfig
-from aspd_jax.pipeline.store import Store
-from aspd_jax.pipeline.work import Work
+from aspd_jax import LanguageModel
+from aspd_jax.likelihood import Rise
+from aspd_jax.pipeline.build import build
+from aspd_jax.pipeline.data_config import DataConfig, LikelihoodSection
 from tests.conftest import ROOT
 from tests.helpers.pipeline_data import CHAIN, LIST, PROSE, SMALL
 
 FILES = ("structured.jsonl", "plain.jsonl", "rejected.jsonl", "report.md", "report.json")
 BAD = 150  # line of the record that is no JSON
-BEST = DataConfig(select=replace(SMALL, per_question=1))  # compares records of different parts
 
 
 def write_many(file: Path, count: int = 300) -> Path:
-    """Records of more than one part, several answers to some questions, and a bad line in the middle."""
+    """Many records, several answers to some questions, and a bad line in the middle."""
     texts = (LIST, PROSE, CHAIN, LIST.replace("\n\n2.", "\n2."))
     rows = [
         json.dumps({"id": f"r{n}", "question": f"Question {n % 200}?", "answer": f"{texts[n % 4]} ({n})"})
@@ -54,69 +50,54 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_many(tmp_path_factory.mktemp("many") / "in.jsonl")
 
 
-def test_the_results_of_each_record_are_computed_once(
-    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_scores_are_computed_once(
+    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lm: LanguageModel
 ) -> None:
-    """A run that ended within a part computes only that part and the others again, and a whole one nothing."""
-    report = build(BEST, str(many), tmp_path / "alone", progress=False)
-    assert report.left_out["question"] == 100
-    (left_out,) = report.unreadable
-    assert left_out.startswith(f"{many}, line {BAD}: not JSON")
-    calls: list[str] = []
-    propose, entry_of = entries.propose_by_rules, building.entry_of
+    """A run that ended while it scored computes only the scores that are missing, and a whole one none."""
+    seen: list[int] = []
+    fails_after = 10
 
-    def counted(work: Work, answer: Any) -> Any:
-        calls.append(answer.key)
-        return propose(work, answer)
-
-    def fails_later(work: Work, record: Any) -> entries.Entry:
-        if record.number > 2 * PART + 10:
+    def scored(lm: LanguageModel, rows: Any, size: int) -> Any:
+        if len(seen) == fails_after:
             raise KeyboardInterrupt
-        return entry_of(work, record)
+        seen.append(len(rows))
+        return [[Rise(0.3, 1.0)] * int(row.branch.max()) for row in rows]
 
-    monkeypatch.setattr(entries, "propose_by_rules", counted)
-    with monkeypatch.context() as patch:
-        patch.setattr(building, "entry_of", fails_later)
-        with pytest.raises(KeyboardInterrupt):
-            build(BEST, str(many), tmp_path / "out", progress=False)
-    assert len(calls) == 2 * PART + 10
+    monkeypatch.setattr("aspd_jax.language_model.load_model", lambda name: lm)
+    monkeypatch.setattr("aspd_jax.likelihood.nll_increases", scored)
+    config = DataConfig(select=SMALL, likelihood=LikelihoodSection(model="demo"))
+    with pytest.raises(KeyboardInterrupt):
+        build(config, str(many), tmp_path / "out", progress=False)
     assert not (tmp_path / "out" / "structured.jsonl").exists()
-    build(BEST, str(many), tmp_path / "out", progress=False)
-    assert len(calls) == 299 + 10 and len(set(calls)) == 299
-    build(BEST, str(many), tmp_path / "out", progress=False)
-    assert len(calls) == 299 + 10 and outputs(tmp_path / "out") == outputs(tmp_path / "alone")
-    build(DataConfig(), str(many), tmp_path / "other", progress=False)  # negative control: other settings, other files
-    assert outputs(tmp_path / "other")["rejected.jsonl"] != outputs(tmp_path / "alone")["rejected.jsonl"]
+    seen.clear()
+    fails_after = -1
+    build(config, str(many), tmp_path / "out", progress=False)
+    left = len(seen)
+    seen.clear()
+    build(config, str(many), tmp_path / "out", progress=False)
+    stricter = LikelihoodSection(model="demo", mean_rise=0.1)
+    none = build(replace(config, likelihood=stricter), str(many), tmp_path / "out", progress=False)
+    assert not seen and none.statistics()["with_block"] == 0, "thresholds score nothing again"
+    build(config, str(many), tmp_path / "alone", progress=False)
+    assert len(seen) == left + 10 and outputs(tmp_path / "alone")["rejected.jsonl"]
+    build(config, str(many), tmp_path / "out", progress=False)
+    assert outputs(tmp_path / "out") == outputs(tmp_path / "alone")
 
 
-def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_half_of_a_file(tmp_path: Path) -> None:
     large, out = write_many(tmp_path / "large.jsonl", 8_000), tmp_path / "out"
     run = subprocess.Popen(command(large, out), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    log, end = out / "work.sqlite-wal", time.monotonic() + 60
-    while not (log.exists() and log.stat().st_size > 200_000):
-        assert time.monotonic() < end and run.poll() is None, "it stores results"
+    end = time.monotonic() + 60
+    while not out.exists():
+        assert time.monotonic() < end and run.poll() is None, "it begins"
         time.sleep(0.01)
+    time.sleep(1)
     os.kill(run.pid, signal.SIGKILL)
     run.wait(60)
-    assert {file.name for file in out.iterdir()} <= {f"work.sqlite{end}" for end in ("", "-wal", "-shm")}
+    assert not list(out.iterdir()) and run.returncode == -signal.SIGKILL
     assert subprocess.run(command(large, out), cwd=ROOT, capture_output=True).returncode == 0
     build(DataConfig(), str(large), tmp_path / "undisturbed", progress=False)
     assert outputs(out) == outputs(tmp_path / "undisturbed")
-
-
-def fails_after_a_result(store: Store) -> None:
-    store.put("1/1", "propose", "hash", 1)
-    store.put("2/1", "propose", "hash", object())  # no JSON
-
-
-def test_results_in_a_transaction_are_stored_together(tmp_path: Path) -> None:
-    with closing(Store(tmp_path / "work.sqlite")) as store:
-        with pytest.raises(TypeError), store.together():
-            fails_after_a_result(store)
-        assert store.get("1/1", "propose", "hash") is None
-        with store.together():
-            store.put("1/1", "propose", "hash", 1)
-        assert store.get("1/1", "propose", "hash") == 1 and store.get("1/1", "propose", "other hash") is None
 
 
 def test_the_pipeline_imports_no_jax() -> None:

@@ -37,7 +37,7 @@ def test_fastchat_files(tmp_path: Path) -> None:
     references = tmp_path / "references.jsonl"
     references.write_text(json.dumps({"question_id": 81, "choices": [{"turns": ["a", "b"]}]}) + "\n")
     first, second = asked(file=file, references=str(references))
-    assert first == Question(81, "writing", ("One?", "Two?"), ("a", "b"), False, 0.7)
+    assert first == Question(81, "writing", ("One?", "Two?"), ("a", "b"), 0.7)
     assert second.references == ("3",)
 
 
