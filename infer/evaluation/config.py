@@ -52,14 +52,12 @@ class BenchmarkSection:
 
     Attributes:
         file: JSONL file of questions, FastChat's form.
-        references: FastChat's model_answer file with reference answers for the same question ids; empty: none.
         suitable: CSV file of Skeleton-of-Thought, with `label;request` in each row: 1 if a question is suitable for
             parallel parts, else 0; empty: none.
         limit: maximum number of questions, spread evenly over the categories; 0: all.
     """
 
     file: str = ""
-    references: str = ""
     suitable: str = ""
     limit: int = 0
 
@@ -149,14 +147,12 @@ class EvalConfig:
 
     Attributes:
         models, benchmarks: sections by their name in the report.
-        likelihood: whether to measure the likelihood of the references under every model.
     """
 
     models: dict[str, ModelSection] = field(default_factory=dict)
     benchmarks: dict[str, BenchmarkSection] = field(default_factory=dict)
     decoding: DecodingSection = field(default_factory=DecodingSection)
     speed: SpeedSection = field(default_factory=SpeedSection)
-    likelihood: bool = True
 
     def __post_init__(self) -> None:
         for what, named in (("models", self.models), ("benchmarks", self.benchmarks)):

@@ -31,11 +31,10 @@ def figures(config: EvalConfig, questions: dict[str, Sequence[Question]], folder
             order = [question.id for question in asked]
             answers[system.name] = _in_order(read_journal(answers_file(folder, bench, system.name)), order)
             timed[system.name] = _in_order(read_journal(speed_file(folder, bench, system.name)), order)
-        likely = {name: read_journal(folder / "likelihood" / bench / f"{name}.jsonl") for name in config.models}
         categories = list(dict.fromkeys(question.category for question in asked))
         systems = {}
         for system in config.systems:
-            records = (answers[system.name], timed[system.name], likely[system.model])
+            records = (answers[system.name], timed[system.name])
             systems[system.name] = {
                 "model": system.model,
                 "mode": system.mode,
@@ -83,13 +82,11 @@ def _only(records: Sequence[Record], category: str) -> list[Record]:
     return [record for record in records if record["category"] == category]
 
 
-def _summary(answers: Sequence[Record], timed: Sequence[Record], likely: Sequence[Record]) -> dict[str, Any]:
+def _summary(answers: Sequence[Record], timed: Sequence[Record]) -> dict[str, Any]:
     turns = [turn for record in answers for turn in record["turns"]]
     return {
         "answers": len(turns),
         "errors": sum("error" in record for record in answers),
-        "nats_per_token": interval([r["nats_per_token"] for r in likely])._asdict() if likely else None,
-        "bits_per_byte": interval([r["bits_per_byte"] for r in likely])._asdict() if likely else None,
         "structure": _structure(answers, turns),
         "speed": _speed(timed),
     }

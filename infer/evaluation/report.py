@@ -39,12 +39,10 @@ def markdown(
     for bench, result in results.items():
         lines += [f"## {bench}", "", f"{result['questions']} questions, {result['turns']} turns.", ""]
         systems = result["systems"]
-        lines += ["### Quality", ""] + _quality_table({name: s["all"] for name, s in systems.items()}) + [""]
-        lines += _comparison_table(result["comparisons"])
         speeds = {name: s["all"]["speed"] for name, s in systems.items() if s["all"]["speed"]}
         if speeds:
-            lines += ["### Speed", ""] + _speed_table(speeds) + [""]
-        lines += ["### Structure", ""] + _structure_table({n: s["all"]["structure"] for n, s in systems.items()}) + [""]
+            lines += ["### Speed", ""] + _speed_table(speeds) + [""] + _comparison_table(result["comparisons"])
+        lines += ["### Structure", ""] + _structure_table({name: s["all"] for name, s in systems.items()}) + [""]
         for name, answers in pairs[bench].items():
             if any(pair.adaptive["stats"]["blocks"] for pair in answers):
                 lines += [f"### Lists of {name}", "", *lists_lines(answers), ""]
@@ -67,24 +65,11 @@ def _setting(config: EvalConfig, environment: dict[str, Any]) -> list[str]:
         "",
         f"{environment['devices']} ({environment['processor']}, {environment['cores']} cores), jax "
         f"{environment['versions']['jax']}. Decoding: {how}, at most {d.max_new_tokens} new tokens, seed {d.seed}. "
-        f"Quality: batches of {d.batch}. Speed: batch 1, no other requests, prefill included, medians of {s.repeats} "
+        f"Answers: batches of {d.batch}. Speed: batch 1, no other requests, prefill included, medians of {s.repeats} "
         "runs after one that compiles; serial mode decodes the same content with the same weights. Tags, titles and "
         "heads are not content. Intervals: 95 %, bootstrap over questions; p: permutation test of paired differences.",
         "",
     ]
-
-
-def _quality_table(systems: dict[str, Any]) -> list[str]:
-    likely = any(s["bits_per_byte"] for s in systems.values())
-    head = ["system", "answers", "errors"]
-    head += ["reference, bits per byte", "nats per token"] if likely else []
-    rows = []
-    for name, s in systems.items():
-        cells = [name, str(s["answers"]), str(s["errors"])]
-        if likely:
-            cells += [_around(s["bits_per_byte"], "{:.3f}"), _around(s["nats_per_token"], "{:.3f}")]
-        rows.append(cells)
-    return _table(head, rows)
 
 
 def _comparison_table(comparisons: Sequence[dict[str, Any]]) -> list[str]:
@@ -131,16 +116,19 @@ def _speed_table(systems: dict[str, Any]) -> list[str]:
 
 def _structure_table(systems: dict[str, Any]) -> list[str]:
     head = [
-        "system", "trigger rate", "well-formed", "finish", "branches per block", "dependent blocks",
-        "chains forked", "parallel forked", "DP", "PE", "content tokens",
+        "system", "answers", "errors", "trigger rate", "well-formed", "finish", "branches per block",
+        "dependent blocks", "chains forked", "parallel forked", "DP", "PE", "content tokens",
         "ideal", "ideal, answers that fork", "best",
     ]  # fmt: skip
     rows = []
-    for name, s in systems.items():
+    for name, summary in systems.items():
+        s = summary["structure"]
         against = f"{s['dependent_blocks']} of {s['blocks']}" if s["blocks"] else ""
         rows.append(
             [
                 name,
+                str(summary["answers"]),
+                str(summary["errors"]),
                 _percent(s["trigger_rate"]),
                 _percent(s["well_formed_rate"]),
                 ", ".join(f"{count} {reason}" for reason, count in s["finish"].items()),

@@ -105,9 +105,9 @@ def record(item: Problem) -> dict[str, Any]:
 
 
 def synthetic_questions(count: int) -> list[Question]:
-    """Return held-out problems as questions of an evaluation, with their answers as references."""
+    """Return held-out problems as questions of an evaluation."""
     return [
-        Question(number, f"{item.family}, {item.kind}", (item.question,), (item.answer,), forks=item.forks)
+        Question(number, f"{item.family}, {item.kind}", (item.question,), forks=item.forks)
         for number, item in enumerate(held_out(count))
     ]
 
