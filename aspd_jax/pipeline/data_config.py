@@ -8,36 +8,11 @@ from aspd_jax.configuration import at_least
 
 
 @dataclass(frozen=True)
-class LikelihoodSection:
-    """Independence measured by a local model: how much less likely a branch is when its siblings are hidden.
-
-    Attributes:
-        model: checkpoint folder, or `demo`; empty: no model.
-        mean_rise: maximum increase of the negative log-likelihood of a branch, nats per token.
-        peak_rise: maximum increase over the eight consecutive tokens with the largest one, nats per token.
-        length: maximum tokens of question and answer; the blocks of longer answers fail.
-        batch: answers per batch.
-    """
-
-    model: str = ""
-    mean_rise: float = 0.8
-    peak_rise: float = 1.6
-    length: int = 2048
-    batch: int = 4
-
-    def __post_init__(self) -> None:
-        for name in ("length", "batch"):
-            at_least(f"likelihood.{name}", getattr(self, name), 1)
-        for name in ("mean_rise", "peak_rise"):
-            at_least(f"likelihood.{name}", getattr(self, name), 0)
-
-
-@dataclass(frozen=True)
 class SelectSection:
     """Selection of the blocks and records that become parallel.
 
     Attributes:
-        tokenizer: checkpoint folder whose tokenizer counts tokens; empty: that of `likelihood.model`, else an estimate.
+        tokenizer: checkpoint folder whose tokenizer counts tokens; empty: the number is estimated.
         min_tokens: minimum tokens of an answer with blocks.
         max_branches: maximum branches of a block.
         min_saved: minimum steps that a block saves, by its critical path.
@@ -76,13 +51,7 @@ class DataConfig:
     """The configuration of the data pipeline.
 
     Attributes:
-        likelihood, select: sections.
+        select: its section.
     """
 
-    likelihood: LikelihoodSection = field(default_factory=LikelihoodSection)
     select: SelectSection = field(default_factory=SelectSection)
-
-    @property
-    def tokenizer(self) -> str:
-        """Return the folder whose tokenizer counts tokens; empty: the number is estimated."""
-        return self.select.tokenizer or self.likelihood.model

@@ -35,7 +35,6 @@ class Report:
         blocks: number of proposed blocks over all candidates.
         failed: number of failed blocks and candidates by stage.
         reasons: number of failed checks by kind of reason.
-        rises: mean and peak increase of the negative log-likelihood of all scored branches, nats per token.
     """
 
     unreadable: list[str] = field(default_factory=list)
@@ -47,7 +46,6 @@ class Report:
     blocks: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
-    rises: list[Sequence[float]] = field(default_factory=list)
 
     @property
     def written(self) -> int:
@@ -90,16 +88,6 @@ class Report:
             "failed": dict(self.failed),
             "reasons": dict(self.reasons),
             "statistics": self.statistics(),
-            "likelihood": self._rises(),
-        }
-
-    def _rises(self) -> dict[str, list[float]]:
-        if not self.rises:
-            return {}
-        values = np.asarray(self.rises)
-        return {
-            name: [float(value) for value in np.quantile(values[:, place], QUANTILES)]
-            for place, name in enumerate(("mean_rise", "peak_rise"))
         }
 
     def markdown(self) -> str:
@@ -115,7 +103,6 @@ class Report:
             "integrity": "candidates that are not well formed",
             "check": "blocks whose branches depend on each other by their words",
             "defect": "blocks with unequal gaps, similar titles or repeated sentences",
-            "likelihood": "blocks with a branch that is less likely without its siblings",
             "select": "blocks that save nothing, or have too many branches",
         }
         lines += [
@@ -123,11 +110,6 @@ class Report:
         ]
         lines += [f"| … {reason} | {count} |" for reason, count in self.reasons.most_common()]
         lines += ["", *statistics_table(self.statistics())]
-        if self.rises:
-            heads = " | ".join(f"{q:.0%}" for q in QUANTILES)
-            lines += ["", f"| rise of negative log-likelihood, nats per token; quantile | {heads} |"]
-            lines += ["|---" * (len(QUANTILES) + 1) + "|"]
-            lines += [f"| {k} | {' | '.join(f'{v:.3f}' for v in vs)} |" for k, vs in self._rises().items()]
         return "\n".join(lines) + "\n"
 
 

@@ -15,7 +15,7 @@ from zlib import crc32
 from aspd_jax.blocks.checks import asked_for
 from aspd_jax.blocks.measures import Measures, best, measure
 from aspd_jax.blocks.spans import BlockSpan, structure_of
-from aspd_jax.pipeline.rule_stages import judge, propose_by_rules
+from aspd_jax.pipeline.rule_stages import check, propose_by_rules
 from aspd_jax.pipeline.work import Answer, Candidate, Work, answers_of
 from aspd_jax.sources import Conversation, Unreadable
 from aspd_jax.structure import to_json
@@ -49,7 +49,6 @@ class Selection(NamedTuple):
         source: source of the candidate; empty: there is none.
         proposed: number of blocks of all candidates.
         rejected: rejected candidates and blocks, with `stage` and `reason`.
-        rises: mean and peak rise of all scored branches.
     """
 
     blocks: tuple[BlockSpan, ...]
@@ -57,7 +56,6 @@ class Selection(NamedTuple):
     source: str
     proposed: int
     rejected: list[dict[str, Any]]
-    rises: list[Sequence[float]]
 
 
 class Entry(NamedTuple):
@@ -125,11 +123,10 @@ def _unfit(work: Work, answer: Answer, candidates: Sequence[Candidate]) -> str |
 def _select(
     work: Work, answer: Answer, candidates: Sequence[Candidate], refused: Sequence[dict[str, Any]]
 ) -> Selection:
-    scores, rejected = work.score(answer, candidates), list(refused)
-    verdicts = judge(work, answer, candidates, scores)
+    rejected = list(refused)
     surviving: list[tuple[BlockSpan, ...]] = []
-    for candidate, failures in zip(candidates, verdicts, strict=True):
-        both = list(zip(candidate.blocks, failures, strict=True))
+    for candidate in candidates:
+        both = [(block, check(work, answer, block)) for block in candidate.blocks]
         surviving.append(tuple(block for block, failure in both if failure is None))
         for block, failure in both:
             if failure is not None:
@@ -143,7 +140,6 @@ def _select(
         "" if chosen is None else candidates[chosen].source,
         sum(len(candidate.blocks) for candidate in candidates),
         rejected,
-        [rise for of_candidate in scores or [] if isinstance(of_candidate, list) for rise in of_candidate],
     )
 
 

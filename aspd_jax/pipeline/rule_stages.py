@@ -1,4 +1,4 @@
-"""The stages that need no model: candidates by the form of an answer, and their checks.
+"""Candidates by the form of an answer, and the checks of their blocks.
 
 Results depend only on the configuration and on one answer (protocol, section 7).
 """
@@ -43,29 +43,6 @@ def propose_by_rules(work: Work, answer: Answer) -> Proposals:
     return well_formed(answer.text, candidates)
 
 
-def judge(
-    work: Work, answer: Answer, candidates: Sequence[Candidate], scores: Sequence[Any] | None
-) -> list[list[dict[str, str] | None]]:
-    """Return, for every block of every candidate, the stage at which it fails and the reason; None: it passes.
-
-    Args:
-        work: configuration and count of tokens.
-        answer: answer with the candidates.
-        candidates: candidates of the first stage.
-        scores: for each candidate, mean and peak rise of all its branches, or the reason why there are none; None: not
-            scored.
-    """
-    verdicts = []
-    for candidate, score in zip(candidates, scores or [None] * len(candidates), strict=True):
-        failures, first = [], 0
-        for block in candidate.blocks:
-            last = first + len(block.branches)
-            failures.append(check(work, answer, block, score[first:last] if isinstance(score, list) else score))
-            first = last
-        verdicts.append(failures)
-    return verdicts
-
-
 def well_formed(text: str, candidates: Iterable[Candidate]) -> Proposals:
     """Return the candidates with leads whose plain text is the answer, and the others with their reasons."""
     kept: list[Candidate] = []
@@ -85,20 +62,9 @@ def well_formed(text: str, candidates: Iterable[Candidate]) -> Proposals:
     return Proposals(kept, rejected)
 
 
-def check(work: Work, answer: Answer, block: BlockSpan, scores: Any = None) -> dict[str, str] | None:
-    """Check a block: number of branches, saved steps, rules and likelihood.
-
-    Args:
-        work: configuration and count of tokens.
-        answer: answer with the block.
-        block: block to check.
-        scores: mean and peak rise of each branch, or the reason why there are none; None: not scored.
-
-    Returns:
-        The stage at which the block fails, and the reason; None: it passes.
-    """
-    config = work.config
-    select, likelihood = config.select, config.likelihood
+def check(work: Work, answer: Answer, block: BlockSpan) -> dict[str, str] | None:
+    """Return the stage at which a block fails and the reason, or None: number of branches, saved steps and rules."""
+    select = work.config.select
     if len(block.branches) > select.max_branches:
         reason = f"{len(block.branches)} branches, select.max_branches is {select.max_branches}"
         return {"stage": "select", "reason": reason}
@@ -109,11 +75,4 @@ def check(work: Work, answer: Answer, block: BlockSpan, scores: Any = None) -> d
         return {"stage": "check", "reason": why}
     if why := find_defect(answer.text, block):
         return {"stage": "defect", "reason": why}
-    if isinstance(scores, str):
-        return {"stage": "likelihood", "reason": scores}
-    for branch, (mean, peak) in zip(block.branches, scores or [], strict=False):
-        for name, value, limit in (("mean", mean, likelihood.mean_rise), ("peak", peak, likelihood.peak_rise)):
-            if value > limit:
-                reason = f"{branch.title!r}: {name} rise of {value:.2f} nats a token, likelihood.{name}_rise is {limit}"
-                return {"stage": "likelihood", "reason": reason}
     return None

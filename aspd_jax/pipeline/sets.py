@@ -71,7 +71,6 @@ def write(work: Work, output: Path, report: Report, survey: Survey, entries: Ite
             handles["rejected"].write(entry.rejected)
             for of in entry.selections:
                 report.add(of.rejected, of.proposed)
-                report.rises += of.rises
             stage, reason = _left_out(entry, select, others, share)
             report.count(stage)
             if stage:

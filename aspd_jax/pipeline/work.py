@@ -1,18 +1,11 @@
-"""The answers of a run, and the stored scores of their candidates (protocol, section 7).
-
-Scores are stored by a hash of their inputs. A killed run therefore repeats only rules, and a changed threshold scores
-nothing again.
-"""
+"""The records and answers of a run."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from aspd_jax.blocks.checks import repetition
 from aspd_jax.blocks.measures import Count, estimate_tokens
@@ -20,7 +13,6 @@ from aspd_jax.blocks.spans import BlockSpan
 from aspd_jax.errors import ConfigError
 from aspd_jax.jsonl import Line
 from aspd_jax.pipeline.data_config import DataConfig
-from aspd_jax.pipeline.store import Store
 from aspd_jax.sources import Conversation, Unreadable, read_rows, record_of
 
 COUNTS = 1 << 10  # texts whose number of tokens is kept
@@ -127,7 +119,6 @@ class Work:
         config: configuration of the pipeline.
         source: path or name of the records.
         shard: part of the records to process.
-        store: store of the scores; None: there are none.
 
     Attributes:
         count: function that counts the tokens of a text.
@@ -136,20 +127,13 @@ class Work:
         ConfigError: the checkpoint that counts tokens has no tokenizer.
     """
 
-    def __init__(self, config: DataConfig, source: str, shard: Shard, store: Store | None = None) -> None:
+    def __init__(self, config: DataConfig, source: str, shard: Shard) -> None:
         self.config, self.source, self.shard = config, source, shard
-        self.count = counter(config.tokenizer)
-        self.store = store
+        self.count = counter(config.select.tokenizer)
 
     def records(self) -> Iterator[Conversation | Unreadable]:
         """Yield the records of this shard."""
         return self.shard.records(self.source)
-
-    def answers(self) -> Iterator[Answer]:
-        """Yield the non-empty answers of this shard, except those of repetitive records, which are in neither set."""
-        for record in self.records():
-            if isinstance(record, Conversation) and not self.repetitive(record):
-                yield from (answer for _, answer in answers_of(record) if answer.text.strip())
 
     def repetitive(self, record: Conversation) -> str | None:
         """Return the reason why a record is left out before all stages, because an answer repeats itself, or None."""
@@ -158,19 +142,3 @@ class Work:
             if (repeated := repetition(record.messages[place][1])) > most:
                 return f"{repeated:.0%} of its words repeat what it said before, at most {most:.0%} may"
         return None
-
-    def score(self, answer: Answer, candidates: Sequence[Candidate]) -> Any:
-        """Return the stored scores of the candidates of an answer, or None."""
-        return self.store.get(self._key(answer, candidates)) if self.store and candidates else None
-
-    def put_score(self, answer: Answer, candidates: Sequence[Candidate], scores: Sequence[Any]) -> None:
-        """Store the scores of the candidates of an answer."""
-        if self.store:
-            self.store.put(self._key(answer, candidates), scores)
-
-    def _key(self, answer: Answer, candidates: Sequence[Candidate]) -> str:
-        """Return a hash of all inputs of the scores of an answer."""
-        section = self.config.likelihood
-        spans = [[asdict(block) for block in candidate.blocks] for candidate in candidates]
-        what = [section.model, section.length, answer.messages, answer.text, spans]
-        return hashlib.sha256(json.dumps(what).encode()).hexdigest()

@@ -377,7 +377,7 @@ def test_compiled_programs_stay_on_disk(tmp_path: Path, tokenizer: PreTrainedTok
 
 def test_values_may_be_changed_before_and_behind_options(capsys: Any, tmp_path: Path) -> None:
     config = tmp_path / "data.yaml"
-    config.write_text("likelihood: {batch: 4}\n")
+    config.write_text("select: {min_saved: 4}\n")
     build = ["data", "build", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "out")]
     for words in (("select.min_tokens=x", "--config", str(config)), ("--config", str(config), "select.min_tokens=x")):
         code, _, err = run(capsys, *build, *words)

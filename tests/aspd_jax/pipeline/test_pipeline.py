@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -16,11 +15,9 @@ from aspd_jax import LanguageModel, load_model
 from aspd_jax.blocks.measures import estimate_tokens, measure, saved
 from aspd_jax.blocks.spans import spans_of
 from aspd_jax.configuration import read_config
-from aspd_jax.errors import AspdError
 from aspd_jax.layout import Titles
-from aspd_jax.likelihood import Rise
 from aspd_jax.pipeline.build import build
-from aspd_jax.pipeline.data_config import DataConfig, LikelihoodSection, SelectSection
+from aspd_jax.pipeline.data_config import DataConfig, SelectSection
 from aspd_jax.pipeline.work import Shard
 from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
 from aspd_jax.tokens import Codec
@@ -196,49 +193,6 @@ def test_shards_make_the_whole(source: Path, tmp_path: Path) -> None:
         parts = [row for file in (tmp_path / "parts").glob(f"{name}-*.jsonl") for row in lines(file)]
         whole = lines(tmp_path / "whole" / f"{name}.jsonl")
         assert sorted(parts, key=lambda row: row["line"]) == whole
-
-
-def test_likelihood_decides(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lm: LanguageModel) -> None:
-    monkeypatch.setattr("aspd_jax.language_model.load_model", lambda name: lm)
-
-    def blocks(**limits: Any) -> tuple[int, Any]:
-        section = LikelihoodSection(model="demo", batch=2, **limits)
-        report = build(DataConfig(select=SMALL, likelihood=section), str(source), tmp_path / "out", progress=False)
-        return report.statistics()["with_block"], report
-
-    found, report = blocks(mean_rise=1e9, peak_rise=1e9)
-    # A third block, of two branches, is refused by what it says; so no model is asked about it.
-    assert found == 2 and len(report.rises) == 3 + 3 and report.as_dict()["likelihood"]["mean_rise"]
-
-    def known(lm: LanguageModel, rows: Any, size: int) -> Any:
-        return ([Rise(0.3, 2.0)] * int(row.branch.max()) for row in rows)
-
-    monkeypatch.setattr("aspd_jax.likelihood.nll_increases", known)
-    (tmp_path / "out" / "work.sqlite").unlink()
-    for limits, left in (
-        ({"mean_rise": 0.3, "peak_rise": 2.0}, 2),
-        ({"mean_rise": 0.29, "peak_rise": 2.0}, 0),
-        ({"mean_rise": 0.3, "peak_rise": 1.9}, 0),
-        ({"length": 10}, 0),
-    ):
-        found, report = blocks(**limits)
-        assert (found, report.failed["likelihood"]) == (left, 2 - left)
-
-
-def test_two_processes_cannot_share_a_store(tmp_path: Path) -> None:
-    from aspd_jax.pipeline.store import Store
-
-    store = Store(tmp_path / "work.sqlite")
-    store.put("key", [[0.5, 1.0]])
-    with pytest.raises(AspdError, match="another process"):
-        Store(tmp_path / "work.sqlite")
-    store.close()
-    again = Store(tmp_path / "work.sqlite")
-    assert again.get("key") == [[0.5, 1.0]] and again.get("other") is None
-    again.close()
-    (tmp_path / "text.sqlite").write_bytes(os.urandom(5000))
-    with pytest.raises(AspdError, match="expected the store of a run"):
-        Store(tmp_path / "text.sqlite")
 
 
 def test_estimated_tokens_are_near_real_ones(lm: LanguageModel) -> None:

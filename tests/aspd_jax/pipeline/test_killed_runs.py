@@ -1,4 +1,4 @@
-"""Killed runs: every score is computed once, and no file is half written."""
+"""Killed runs: no file is half written."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from aspd_jax import LanguageModel
-from aspd_jax.likelihood import Rise
 from aspd_jax.pipeline.build import build
-from aspd_jax.pipeline.data_config import DataConfig, LikelihoodSection
+from aspd_jax.pipeline.data_config import DataConfig
 from tests.conftest import ROOT
-from tests.helpers.pipeline_data import CHAIN, LIST, PROSE, SMALL
+from tests.helpers.pipeline_data import CHAIN, LIST, PROSE
 
 FILES = ("structured.jsonl", "plain.jsonl", "rejected.jsonl", "report.md", "report.json")
 BAD = 150  # line of the record that is no JSON
@@ -43,45 +37,6 @@ def outputs(folder: Path) -> dict[str, bytes]:
 
 def command(file: Path, output: Path) -> list[str]:
     return [sys.executable, "-m", "aspd", "data", "build", str(file), "--output", str(output)]
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_many(tmp_path_factory.mktemp("many") / "in.jsonl")
-
-
-def test_scores_are_computed_once(
-    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lm: LanguageModel
-) -> None:
-    """A run that ended while it scored computes only the scores that are missing, and a whole one none."""
-    seen: list[int] = []
-    fails_after = 10
-
-    def scored(lm: LanguageModel, rows: Any, size: int) -> Any:
-        if len(seen) == fails_after:
-            raise KeyboardInterrupt
-        seen.append(len(rows))
-        return [[Rise(0.3, 1.0)] * int(row.branch.max()) for row in rows]
-
-    monkeypatch.setattr("aspd_jax.language_model.load_model", lambda name: lm)
-    monkeypatch.setattr("aspd_jax.likelihood.nll_increases", scored)
-    config = DataConfig(select=SMALL, likelihood=LikelihoodSection(model="demo"))
-    with pytest.raises(KeyboardInterrupt):
-        build(config, str(many), tmp_path / "out", progress=False)
-    assert not (tmp_path / "out" / "structured.jsonl").exists()
-    seen.clear()
-    fails_after = -1
-    build(config, str(many), tmp_path / "out", progress=False)
-    left = len(seen)
-    seen.clear()
-    build(config, str(many), tmp_path / "out", progress=False)
-    stricter = LikelihoodSection(model="demo", mean_rise=0.1)
-    none = build(replace(config, likelihood=stricter), str(many), tmp_path / "out", progress=False)
-    assert not seen and none.statistics()["with_block"] == 0, "thresholds score nothing again"
-    build(config, str(many), tmp_path / "alone", progress=False)
-    assert len(seen) == left + 10 and outputs(tmp_path / "alone")["rejected.jsonl"]
-    build(config, str(many), tmp_path / "out", progress=False)
-    assert outputs(tmp_path / "out") == outputs(tmp_path / "alone")
 
 
 def test_a_killed_process_leaves_no_half_of_a_file(tmp_path: Path) -> None:
