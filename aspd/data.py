@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
     build.add_argument("source", help="JSONL, JSON or Parquet file, folder, or name of a dataset; also a glob or URL")
     build.add_argument("overrides", nargs="*", metavar="key=value", help="change single values: select.min_tokens=64")
     build.add_argument("--config", metavar="FILE", help="YAML file, such as configs/data.yaml")
-    build.add_argument("--output", required=True, type=Path, help="folder of the run; an interrupted run resumes there")
+    build.add_argument("--output", required=True, type=Path, help="folder of the sets and the report")
     build.add_argument(
         "--shard", default="0/1", metavar="I/N", help="process only every N-th record, starting at the I-th"
     )

@@ -68,11 +68,6 @@ class Answer(NamedTuple):
     messages: tuple[str, ...]
     text: str
 
-    @property
-    def question(self) -> str:
-        """All text before the answer."""
-        return "\n\n".join(self.messages)
-
 
 class Candidate(NamedTuple):
     """Blocks proposed for an answer.
@@ -113,7 +108,7 @@ def counter(folder: str) -> Count:
 
 
 class Work:
-    """The answers of a shard, and their stored scores.
+    """The records of a shard, and what their stages share.
 
     Args:
         config: configuration of the pipeline.

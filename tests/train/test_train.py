@@ -61,6 +61,7 @@ CONFIGS: dict[str, type] = {
     "data": DataConfig,
     "eval": EvalConfig,
     "eval_7b": EvalConfig,
+    "lists": EvalConfig,
 }
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 
