@@ -49,6 +49,11 @@ def interrupt(config: TrainConfig, run: Path, step: int, monkeypatch: Any) -> No
             run_training(config, run, progress=False)
 
 
+def equal_rows(trained: Any, stored: Any) -> None:
+    """Compare an array with a stored one, which has no padded rows of the vocabulary."""
+    np.testing.assert_array_equal(trained[: len(stored)], stored)
+
+
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: Any) -> None:
     config = changed(small(), log_every=1)
     whole = run_training(config, tmp_path / "whole", progress=False)
@@ -60,7 +65,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, monkey
     assert len(drawn) == 2, "goes on from the checkpoint of step 2"
     jax.tree.map(np.testing.assert_array_equal, whole.params, resumed.params)
     loaded = load_model(tmp_path / "cut" / "model")
-    jax.tree.map(np.testing.assert_array_equal, whole.params, loaded.params)
+    jax.tree.map(equal_rows, whole.params, loaded.params)
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut") and len(losses(tmp_path / "whole")) == 4
     with pytest.raises(ConfigError, match=r"got other values of data\.rows, seed"):
         run_training(changed(config, seed=1, data__rows=3), tmp_path / "cut")
@@ -69,7 +74,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, monkey
     assert np.abs(np.asarray(earlier.params["norm"]["scale"]) - whole.params["norm"]["scale"]).max() > 0
     export(tmp_path / "cut", tmp_path / "rounded", dtype="bfloat16")
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(np.float32), whole.params)
-    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path / "rounded").params, rounded)
+    jax.tree.map(equal_rows, rounded, load_model(tmp_path / "rounded").params)
     with safe_open(tmp_path / "rounded" / "model.safetensors", framework="numpy") as tensors:
         assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
     assert json.loads((tmp_path / "rounded" / "config.json").read_text())["torch_dtype"] == "bfloat16"
