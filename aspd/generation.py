@@ -35,6 +35,17 @@ QUESTIONS = (
     "How can I make my home office more comfortable?",
     "Why is the sky blue?",
 )
+# The embedded model knows synthetic tasks: a block of short branches, a block of long ones, and a serial chain.
+TASKS = (
+    "Run the machines.\nA starts at 4: double, add 9, take 8\nB starts at 17: add 9, add 2, double\n"
+    "C starts at 1: double, double, add 4, add 3\nD starts at 18: add 2, take 9, take 2, take 9\n"
+    "E starts at 10: double\nF starts at 18: double, double\nWhich result is the highest?",
+    "Facts:\nMax: baker, Rome, 94, chess\nPia: miner, Bern, 65, dancing\nCleo: judge, Cairo, 87, dancing, parrot\n"
+    "Dan: baker, Oslo, 59, dancing, cat\nOtto: singer, Perth, 31, fishing, hamster\n"
+    "Eve: tailor, Riga, 73, chess, cat\nWrite a letter to each:\nMax\nCleo\nEve\nPia",
+    "Run the machines.\nA starts at 20: double, double\nB takes the result of A: take 7, take 3\n"
+    "C takes the result of B: take 8, take 2\nD takes the result of C: take 7\nE takes the result of D: add 2",
+)
 
 
 def add(commands: Any) -> None:
@@ -229,15 +240,10 @@ def run_demo(options: argparse.Namespace) -> None:
         lm = load_model(name, options.dtype, adapter=options.adapter)
     from infer import SamplingParams
     from infer.offline.terminal import demonstrate, demonstrate_fields
-    from train.tasks import LONG_FAMILY, problem
 
-    questions = options.questions
-    if not questions and name in EMBEDDED:
-        # These models know synthetic tasks: a block of short branches, a block of long ones, and a serial chain.
-        tasks = [("machines", "conclusion"), (LONG_FAMILY, "parallel"), ("machines", "chain")]
-        questions = [problem(number, True, *task).question for number, task in enumerate(tasks)]
     # Small chat models repeat themselves in greedy decoding, in both modes.
     params = SamplingParams(repetition_penalty=1.0 if name in EMBEDDED else 1.1, max_new_tokens=512)
     if not options.questions and name not in EMBEDDED:
         demonstrate_fields(lm, options.max_length)
-    demonstrate(lm, questions or QUESTIONS, params, options.max_length)
+    questions = options.questions or (TASKS if name in EMBEDDED else QUESTIONS)
+    demonstrate(lm, questions, params, options.max_length)

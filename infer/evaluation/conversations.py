@@ -36,9 +36,9 @@ def answer_questions(
 ) -> list[dict[str, Any]]:
     """Answer all questions that the file does not hold yet, and return the records of all questions in order.
 
-    A record has `question_id`, `category`, `turns` (see `turn_record`), `correct` (None without a reference), and
-    `error` if a turn could not be submitted; this and the following turns are then missing. A question with options is
-    a decision: its record has no turns, but `probabilities` of the options.
+    A record has `question_id`, `category`, `turns` (see `turn_record`), and `error` if a turn could not be submitted;
+    this and the following turns are then missing. A question with options is a decision: its record has no turns, but
+    `probabilities` of the options, and `correct`.
     """
     done = {record["question_id"]: record for record in read_journal(file)}
     waiting = [(place, q) for place, q in enumerate(questions) if q.id not in done][::-1]
@@ -94,24 +94,18 @@ class _Conversation:
         return self.over
 
     def record(self) -> dict[str, Any]:
-        question, whole = self._question, len(self._turns) == len(self._question.turns)
-        last = self._turns[-1]["text"] if whole else ""
-        correct = last.strip() == question.references[-1].strip() if question.exact else None
+        question = self._question
         decided: dict[str, Any] = {}
         if self._decision is not None:
-            correct = question.options[self._decision.best] == question.references[0]
-            decided = {"probabilities": self._decision.probabilities}
-        return (
-            decided
-            | {
-                "question_id": question.id,
-                "category": question.category,
-                "turns": self._turns,
-                "correct": correct,
-                "forks": question.forks,
-            }
-            | ({} if self._error is None else {"error": self._error})
-        )
+            correct = question.options[self._decision.best] == question.right
+            decided = {"probabilities": self._decision.probabilities, "correct": correct}
+        record = {
+            "question_id": question.id,
+            "category": question.category,
+            "turns": self._turns,
+            "forks": question.forks,
+        }
+        return decided | record | ({} if self._error is None else {"error": self._error})
 
     def _ask(self) -> None:
         self._messages.append({"role": "user", "content": self._question.turns[len(self._turns)]})

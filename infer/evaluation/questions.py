@@ -27,21 +27,19 @@ class Question:
         id: identifier in the file and in answers.
         category: category in the report.
         turns: messages of the user.
-        references: right answers, or reference answers, of the first turns; may be fewer than `turns`.
-        exact: whether the last answer is right if it equals the last reference; otherwise they are not compared.
         temperature: temperature that the file requires; None: none.
-        forks: whether the right answer has a block, or the question is suitable for one; None: unknown.
-        options: options, one of which is the right answer, the only reference; empty: the answer is text.
+        forks: whether the question is suitable for an answer with a block; None: unknown.
+        options: options of a multiple-choice question; empty: the answer is text.
+        right: the right option.
     """
 
     id: str | int
     category: str
     turns: tuple[str, ...]
-    references: tuple[str, ...] = ()
-    exact: bool = False
     temperature: float | None = None
     forks: bool | None = None
     options: tuple[str, ...] = ()
+    right: str = ""
 
 
 def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Question]:
@@ -55,13 +53,12 @@ def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Quest
         DataError: a file cannot be read, or holds no question.
     """
     file = Path(section.file)
-    references = read_references(Path(section.references), left_out) if section.references else {}
     suitable = read_suitable(Path(section.suitable), left_out) if section.suitable else {}
     questions: dict[str | int, Question] = {}
     before = len(left_out)
     for number, record, reason in read_lines(file):
         try:
-            question = _question(_object(record, reason), number, references)
+            question = _question(_object(record, reason), number)
             if question.id in questions:
                 raise DataError(f"id: expected different ids, got {question.id!r} twice")
             questions[question.id] = replace(question, forks=suitable.get(question.turns[0], question.forks))
@@ -71,25 +68,6 @@ def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Quest
         first = f"; first error: {left_out[before]}" if len(left_out) > before else ""
         raise DataError(f"{file}: expected at least one question, got none{first}")
     return select_evenly(questions.values(), section.limit)
-
-
-def read_references(file: Path, left_out: list[str]) -> dict[str | int, tuple[str, ...]]:
-    """Read answers by question id from a file in FastChat's model_answer format.
-
-    Args:
-        file: JSONL file.
-        left_out: list to which file, line and reason are appended for each invalid line.
-    """
-    answers: dict[str | int, tuple[str, ...]] = {}
-    for number, record, reason in read_lines(file):
-        try:
-            answer = _object(record, reason)
-            answers[answer["question_id"]] = _texts(answer["choices"][0]["turns"])
-        except DataError as error:
-            left_out.append(f"{file}, line {number}: {error}")
-        except (KeyError, IndexError, TypeError):
-            left_out.append(f'{file}, line {number}: no "question_id" and "choices" with "turns"')
-    return answers
 
 
 def read_suitable(file: Path, left_out: list[str]) -> dict[str, bool]:
@@ -127,14 +105,6 @@ def _first(record: dict[str, Any], *names: str, default: Any = None) -> Any:
     return next((record[name] for name in names if record.get(name) is not None), default)
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    """Return answers as texts from one text or number, or a list of them."""
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(item, (str, int, float)) for item in values):
-        raise DataError(f"answer: expected a text or a number, got {value!r:.60}.")
-    return tuple(map(str, values))
-
-
 def select_evenly(questions: Iterable[Question], limit: int) -> list[Question]:
     """Select at most `limit` questions, evenly over the categories and in their order; 0: all."""
     candidates = list(questions)
@@ -149,14 +119,13 @@ def select_evenly(questions: Iterable[Question], limit: int) -> list[Question]:
     return [candidates[place] for place in sorted(place for _, _, place in in_turn[:limit])]
 
 
-def _question(record: dict[str, Any], number: int, references: dict[str | int, tuple[str, ...]]) -> Question:
+def _question(record: dict[str, Any], number: int) -> Question:
     id = _first(record, "question_id", "id", "unique_id", default=number)
     if not isinstance(id, (str, int)):
         raise DataError(f'"question_id": expected a string or a number, got {id!r:.60}.')
     turns = _turns(record)
     check_record(record, READ, turns)
-    reference, options = _first(record, "reference", "answer", "solution"), _options(record, turns)
-    answers = (_option(reference, options),) if options else () if reference is None else _texts(reference)
+    options = _options(record, turns)
     temperature = record.get("required_temperature")
     if temperature is not None and not (isinstance(temperature, (int, float)) and 0 <= temperature < inf):
         raise DataError(f'"required_temperature": expected a number from 0, got {temperature!r:.60}.')
@@ -164,7 +133,7 @@ def _question(record: dict[str, Any], number: int, references: dict[str | int, t
         id=id,
         category=str(record.get("category") or record.get("subject") or "all"),
         turns=turns,
-        references=answers if options else references.get(id, answers),
+        right=_option(_first(record, "answer", "reference", "solution"), options) if options else "",
         temperature=temperature,
         options=options,
     )
