@@ -52,6 +52,16 @@ def add(commands: Any) -> None:
         metavar="NxT",
         help="number of branches x tokens of a branch",
     )
+    decisions = kinds.add_parser(
+        "decisions", help="questions about one input: one pass, a request for each, serial JSON",
+        formatter_class=HelpFormatter,
+    )  # fmt: skip
+    decisions.set_defaults(run=run_bench_decisions)
+    decisions.add_argument("--model", default="smollm2", metavar="MODEL", help="checkpoint")
+    dtype_option(decisions)
+    decisions.add_argument("--questions", type=int, nargs="+", default=[1, 4, 16, 64], help="numbers of questions")
+    decisions.add_argument("--batch", type=int, default=4, help="requests that run together")
+    decisions.add_argument("--repeats", type=int, default=3, help="timed runs of each")
     fields = kinds.add_parser(
         "fields", help="JSON fields and tool calls: serial, exact and parallel fields", formatter_class=HelpFormatter
     )
@@ -128,6 +138,25 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         if pairs:
             print()
     print(f"peak memory {peak_bytes() / 1e9:.2f} GB")
+
+
+def run_bench_decisions(options: argparse.Namespace) -> None:
+    """Run `aspd bench decisions`."""
+    from aspd_jax import load_model
+    from aspd_jax.progress import waiting
+    from infer import Engine
+    from infer.bench.decisions import decision_table, decision_times, llama_runner
+
+    positive(options, "questions", "batch", "repeats")
+    with waiting(f"loading {options.model}"):
+        lm = load_model(options.model, options.dtype)
+    engine = Engine(lm, max_length=min(4096, lm.context_length), max_batch=options.batch)
+    print(f"{options.model}, {options.dtype}, {options.repeats} alternating runs of each; {where()}\n", flush=True)
+    times, llama = [], llama_runner(options.model, engine.max_length)
+    for count in options.questions:
+        with waiting(f"{count} questions"):
+            times += decision_times(engine, count, options.repeats, llama)
+    print(decision_table(times))
 
 
 def run_bench_fields(options: argparse.Namespace) -> None:

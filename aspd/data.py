@@ -18,16 +18,13 @@ def add(commands: Any) -> None:
     kinds = data.add_subparsers(required=True, metavar="WHAT")
 
     build = command(kinds, "build", run_build, "Turn records of questions and answers into training data.")
-    build.add_argument(
-        "source", help="JSONL, JSON, CSV or Parquet file, folder, or name of a dataset; also a glob or URL"
-    )
-    build.add_argument("overrides", nargs="*", metavar="key=value", help="change single values: teacher.votes=1")
+    build.add_argument("source", help="JSONL, JSON or Parquet file, folder, or name of a dataset; also a glob or URL")
+    build.add_argument("overrides", nargs="*", metavar="key=value", help="change single values: select.min_tokens=64")
     build.add_argument("--config", metavar="FILE", help="YAML file, such as configs/data.yaml")
-    build.add_argument("--output", required=True, type=Path, help="folder of the run; an interrupted run resumes there")
+    build.add_argument("--output", required=True, type=Path, help="folder of the sets and the report")
     build.add_argument(
         "--shard", default="0/1", metavar="I/N", help="process only every N-th record, starting at the I-th"
     )
-    build.add_argument("--dry-run", action="store_true", help="print the estimated calls and tokens, and stop")
 
     show = command(kinds, "show", run_show, "Print structured records.")
     show.add_argument("file", type=Path, help="structured.jsonl")
@@ -50,12 +47,6 @@ def add(commands: Any) -> None:
     model_options(fields)
     fields.add_argument("--batch", type=int, default=4, help="maximum prompts in a batch")
     fields.add_argument("--max-new-tokens", type=int, default=400, help="maximum tokens of an answer")
-
-    tasks = command(kinds, "tasks", run_tasks, "Write synthetic questions with structured answers as training data.")
-    tasks.add_argument("--count", type=int, default=4000, help="number of conversations")
-    tasks.add_argument("--long-every", type=int, default=0, metavar="N", help="every N-th has long branches; 0: none")
-    tasks.add_argument("--held-out", action="store_true", help="write held-out questions, which are otherwise excluded")
-    tasks.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSONL")
 
 
 def run_fields(options: argparse.Namespace) -> None:
@@ -88,26 +79,17 @@ def run_build(options: argparse.Namespace) -> None:
     from aspd_jax.configuration import read_config
     from aspd_jax.pipeline.build import build
     from aspd_jax.pipeline.data_config import DataConfig
-    from aspd_jax.pipeline.estimate import estimate
     from aspd_jax.pipeline.work import Shard
     from aspd_jax.sources import no_record
 
     config = read_config(DataConfig, options.config, options.overrides)
     shard = Shard.parse(options.shard)
-    if options.dry_run:
-        print(estimate(config, options.source, shard))
-        return
-    outcome = build(config, options.source, options.output, shard)
-    left_out = outcome.report.unreadable
-    if len(left_out) == outcome.report.records and (left_out or shard.total == 1):
+    report = build(config, options.source, options.output, shard)
+    left_out = report.unreadable
+    if len(left_out) == report.records and (left_out or shard.total == 1):
         raise no_record(options.source, left_out)
     print_left_out(left_out)
-    print(outcome.report.markdown())
-    if outcome.unanswered:
-        raise RequestError(
-            f"teacher: expected a reply for every answer, got none for {outcome.unanswered}. "
-            "Run the same command again to request them."
-        )
+    print(report.markdown())
 
 
 def run_show(options: argparse.Namespace) -> None:
@@ -158,19 +140,3 @@ def run_stats(options: argparse.Namespace) -> None:
     print_left_out(left_out)
     values = statistics(measures)
     print(json.dumps(values, indent=1) if options.json else "\n".join(statistics_table(values)))
-
-
-def run_tasks(options: argparse.Namespace) -> None:
-    """Run `aspd data tasks`."""
-    from aspd_jax.configuration import at_least
-    from aspd_jax.files import write_whole
-    from train.tasks import conversations
-
-    positive(options, "count")
-    at_least("--long-every", options.long_every, 0)
-    records = conversations(options.count, options.held_out, options.long_every)
-    try:
-        write_whole(options.output, "".join(json.dumps(record) + "\n" for record in records))
-    except OSError as error:
-        raise RequestError(f"--output {options.output}: {error.strerror}") from None
-    print(f"{options.count} conversations written to {options.output}")

@@ -8,8 +8,6 @@ from typing import Any
 
 from aspd.options import command, config_options, print_left_out
 
-SYNTHETIC = 240  # default number of synthetic problems
-
 
 def add(commands: Any) -> None:
     """Add the commands of this module to the parser."""
@@ -27,9 +25,9 @@ def add(commands: Any) -> None:
         commands,
         "ablate",
         run_ablate,
-        "Fine-tune models with each mask, position scheme and data quality, and compare their held-out losses.",
+        "Fine-tune a model with every mask and position scheme, and compare the held-out losses.",
     )
-    config_options(ablate, "configs/ablation.yaml", "steps=100")
+    config_options(ablate, "configs/smollm2/ablation.yaml", "steps=50")
     ablate.add_argument("--output", required=True, type=Path, help="folder of the runs; interrupted runs resume there")
 
 
@@ -67,42 +65,14 @@ def _questions(config: Any, left_out: list[str] | None = None) -> dict[str, Any]
     from infer.evaluation.questions import read_questions
 
     return {
-        name: synthetic_questions(section.limit or SYNTHETIC, section.kind == "synthetic-long")
-        if section.synthetic
-        else read_questions(section, [] if left_out is None else left_out)
+        name: read_questions(section, [] if left_out is None else left_out)
         for name, section in config.benchmarks.items()
     }
 
 
-def synthetic_questions(count: int, long: bool = False) -> list[Any]:
-    """Return held-out problems of the synthetic tasks as questions; see `train.tasks.held_out`."""
-    from infer.evaluation.questions import Question
-    from train.tasks import held_out
-
-    return [
-        Question(
-            id=number,
-            category=f"{problem.family}, {problem.kind}",
-            turns=(problem.question,),
-            references=(problem.answer,),
-            exact=True,
-            forks=problem.forks,
-        )
-        for number, problem in enumerate(held_out(count, long=long))
-    ]
-
-
 def run_ablate(options: argparse.Namespace) -> None:
     """Run `aspd ablate`."""
-    from aspd_jax.configuration import read_config
-    from aspd_jax.files import write_whole
-    from train.ablation_models import VARIANTS, AblationConfig, loss_table, run_config
-    from train.loop import train
+    from train.ablation import ablate
+    from train.config import load_config
 
-    config = read_config(AblationConfig, options.config, options.overrides)
-    for name in config.chosen:
-        train(run_config(config, VARIANTS[name], options.output / "data"), options.output / name)
-    folders = {name: options.output / name for name in VARIANTS if (options.output / name / "model").exists()}
-    text = loss_table(folders)
-    write_whole(options.output / "ablation.md", text + "\n")
-    print(text)
+    print(ablate(load_config(options.config, options.overrides), options.output))

@@ -29,11 +29,14 @@ if TYPE_CHECKING:  # these are slow to import
     from infer.offline.batch import Job, Outcome
     from infer.request import SamplingParams
 
-# Questions of the demo for the embedded model, which knows synthetic tasks: branches, and a chain that has none.
-EMBEDDED_QUESTIONS = (
+# The embedded model knows synthetic tasks: a block of short branches, a block of long ones, and a serial chain.
+TASKS = (
     "Run the machines.\nA starts at 4: double, add 9, take 8\nB starts at 17: add 9, add 2, double\n"
     "C starts at 1: double, double, add 4, add 3\nD starts at 18: add 2, take 9, take 2, take 9\n"
     "E starts at 10: double\nF starts at 18: double, double\nWhich result is the highest?",
+    "Facts:\nMax: baker, Rome, 94, chess\nPia: miner, Bern, 65, dancing\nCleo: judge, Cairo, 87, dancing, parrot\n"
+    "Dan: baker, Oslo, 59, dancing, cat\nOtto: singer, Perth, 31, fishing, hamster\n"
+    "Eve: tailor, Riga, 73, chess, cat\nWrite a letter to each:\nMax\nCleo\nEve\nPia",
     "Run the machines.\nA starts at 20: double, double\nB takes the result of A: take 7, take 3\n"
     "C takes the result of B: take 8, take 2\nD takes the result of C: take 7\nE takes the result of D: add 2",
 )
@@ -238,7 +241,7 @@ def run_demo(options: argparse.Namespace) -> None:
     from infer.offline.demonstration import demonstrate
     from infer.offline.terminal import compare_modes
 
-    questions = options.questions or (EMBEDDED_QUESTIONS if name in EMBEDDED else ())
+    questions = options.questions or (TASKS if name in EMBEDDED else ())
     if not questions:
         demonstrate(lm, options.max_length)
         return

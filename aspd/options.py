@@ -116,9 +116,7 @@ def shape_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the figures, as JSON")
 
 
-def config_options(
-    parser: argparse.ArgumentParser, file: str = "configs/embedded_aspd.yaml", override: str = "data.length=4096"
-) -> None:
+def config_options(parser: argparse.ArgumentParser, file: str, override: str = "data.length=4096") -> None:
     """Add the arguments that name a configuration and changes to it.
 
     Args:

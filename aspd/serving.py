@@ -73,10 +73,7 @@ def add(commands: Any) -> None:
         "--max-new-tokens", type=int, default=1024, help="maximum tokens of an answer; requests may set less"
     )
     serve.add_argument("--max-body", type=int, default=1 << 20, help="maximum bytes of a request")
-    serve.add_argument("--body-timeout", type=float, default=20.0, help="seconds until a request must be complete")
-    serve.add_argument("--max-choices", type=int, default=8, help="maximum answers to one request (n)")
     serve.add_argument("--timeout", type=float, default=300.0, help="maximum seconds from a request to the last token")
-    serve.add_argument("--chunk", type=float, default=0.03, help="streaming interval in seconds")
     serve.add_argument(
         "--drain", type=float, default=30.0, help="seconds for requests in progress to end after a stop signal"
     )
@@ -176,11 +173,8 @@ def run_serve(options: argparse.Namespace) -> None:
         adapter_folder=options.adapter_folder,
         max_waiting=options.max_waiting,
         max_body=options.max_body,
-        body_timeout=options.body_timeout,
-        max_choices=options.max_choices,
         max_new_tokens=options.max_new_tokens,
         timeout=options.timeout,
-        chunk=options.chunk,
         drain=options.drain,
         fields=options.fields,
         calibration=options.calibration,

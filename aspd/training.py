@@ -11,9 +11,7 @@ from aspd.options import command, config_options, join_processes, process_option
 
 def add(commands: Any) -> None:
     """Add the commands of this module to the parser."""
-    train = command(
-        commands, "train", run_train, "Fine-tune a checkpoint, or train a model from scratch on the synthetic tasks."
-    )
+    train = command(commands, "train", run_train, "Fine-tune a checkpoint on conversations.")
     config_options(train, "configs/lora_7b.yaml")
     action = train.add_mutually_exclusive_group(required=True)
     action.add_argument("--output", type=Path, help="folder of the run; an interrupted run resumes there")

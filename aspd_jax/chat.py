@@ -280,32 +280,6 @@ def with_end_of_turn(tokenizer: Any, end_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*end_ids, *([] if end is None else [end])]))
 
 
-def encode_turns(
-    tokenizer: Any, codec: TextCodec, ends: Sequence[int], messages: Sequence[Mapping[str, Any]], prompt: bool
-) -> list[list[int]]:
-    """Return the token ids around the answers of a conversation: one more segment than there are answers.
-
-    The template is rendered with placeholders for the answers. Every segment but the first begins with what the
-    template writes behind the previous answer.
-
-    Args:
-        tokenizer: a `transformers` tokenizer with a chat template.
-        codec: codec of the tokenizer.
-        ends: ids that end an answer; the first is used if the template writes no token behind an answer.
-        messages: messages with `role` and `content`.
-        prompt: whether an answer follows the conversation. Otherwise the conversation ends with an answer, and the last
-            segment is only the token that ends it.
-
-    Raises:
-        ConversationError: the chat template refuses the conversation, or changes an answer.
-    """
-    chat = Chat(tokenizer, codec, messages)
-    if prompt:
-        return list(map(chat.encode, chat.prompt(len(messages))))
-    end = end_of_turn(tokenizer)
-    return [*map(chat.encode, chat.prompt(len(messages) - 1)), [ends[0] if end is None else end]]
-
-
 def encode_history(
     tokenizer: Any,
     codec: TextCodec,

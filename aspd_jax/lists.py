@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from aspd_jax.blocks.checks import find_dependence
+from aspd_jax.blocks.checks import find_dependence, similar
 from aspd_jax.blocks.extract import CLOSERS, CONCLUSIONS
 from aspd_jax.blocks.markers import CHINESE, SPACELESS, WORDS, number_of
 from aspd_jax.blocks.spans import BlockSpan, BranchSpan
@@ -144,6 +144,41 @@ class Lead(NamedTuple):
     form: ListForm
     text: str
     end: int
+
+
+class Outline:
+    """The leads of a list, which a model writes one after the other.
+
+    Args:
+        first: the first lead.
+        most: maximum number of leads.
+
+    Attributes:
+        form: form of the list.
+        leads: the leads so far.
+        barred: first tokens that the next lead may not have.
+    """
+
+    def __init__(self, first: Lead, most: int) -> None:
+        self.form, self.leads, self.barred, self._most = first.form, [first.text], list[int](), most
+
+    def take(self, lead: Lead | None, token: int) -> bool:
+        """Take the next lead, and return whether another one may follow.
+
+        The first token of a lead that is similar to an earlier one is barred, up to `MAX_TRIES` times.
+
+        Args:
+            lead: the lead that the model wrote; None: none, within `MAX_LEAD_TOKENS` tokens.
+            token: its first token.
+        """
+        if lead is None or not lead.text or concludes(lead.text):
+            return False
+        if any(similar(lead.text, other) for other in self.leads):
+            self.barred.append(token)
+            return len(self.barred) <= MAX_TRIES
+        self.leads.append(lead.text)
+        self.barred = []
+        return len(self.leads) < self._most
 
 
 class Body(NamedTuple):

@@ -102,7 +102,7 @@ def check_learned(fields: Mapping[str, Any], where: str) -> None:
 
 
 def _says(value: Any, learned: bool) -> bool:
-    """Return whether a flag, or each flag of a list, has a truth value; CSV files have it as text."""
+    """Return whether a flag, or each flag of a list, has a truth value; some files have it as text."""
     if isinstance(value, (list, tuple)):
         return all(_says(item, learned) for item in value)
     if isinstance(value, str):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import glob
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -102,7 +100,7 @@ class Unreadable:
 
 
 def read_records(source: str) -> Iterator[Conversation | Unreadable]:
-    """Yield the records of a JSONL, JSON or CSV file, or of a source that `datasets` reads (Parquet, folder, name).
+    """Yield the records of a JSONL or JSON file, or of a source that `datasets` reads (Parquet, folder, name).
 
     JSONL and Parquet may be a glob or a URL that fsspec opens; numbers run on through the files of a glob.
 
@@ -128,16 +126,14 @@ def read_rows(source: str) -> Iterator[Line]:
         DataError: the file or dataset does not exist or cannot be read.
     """
     path = Path(source)
-    if path.suffix in (".json", ".csv") and is_url(source):
-        raise DataError(f"{source}: expected .jsonl, .ndjson, .parquet or .arrow at a URL, got {path.suffix}")
+    if path.suffix == ".json" and is_url(source):
+        raise DataError(f"{source}: expected .jsonl, .ndjson, .parquet or .arrow at a URL, got .json")
     if path.suffix in (".jsonl", ".ndjson"):
         yield from read_lines(source)
     elif path.suffix == ".json" and (texts := _json_texts(path)) is not None:
         yield from (read_line(number, text) for number, text in enumerate(texts, 1))
     elif path.suffix == ".json":
         yield from read_lines(path)
-    elif path.suffix == ".csv":
-        yield from _read_csv(path)
     else:
         rows = _dataset(source)
         for number in range(1, len(rows) + 1):
@@ -181,50 +177,6 @@ def _json_texts(path: Path) -> list[bytes] | None:
     return [] if not b"".join(texts).strip() else texts
 
 
-def _read_csv(path: Path) -> Iterator[Line]:
-    csv.field_size_limit(1 << 30)
-    try:
-        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            rows = csv.DictReader(file, strict=True)  # a quote that stays open would swallow the rows behind it
-            _check_header(path, rows)
-            for number, row in enumerate(_csv_rows(rows), 1):
-                if isinstance(row, str) or None in row:
-                    reason = row if isinstance(row, str) else f"expected {len(rows.fieldnames or ())} fields, got more"
-                    yield Line(number, None, reason)
-                else:
-                    yield Line(number, row)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
-
-
-def _check_header(path: Path, rows: csv.DictReader[str]) -> None:
-    """Check the column names of a CSV file.
-
-    Raises:
-        DataError: a name is not UTF-8, or two columns that have a name have the same.
-    """
-    try:
-        names = [name for name in rows.fieldnames or () if name]
-        "".join(names).encode()
-    except UnicodeEncodeError:
-        raise DataError(f"{path}: expected UTF-8, got another encoding; convert it to UTF-8") from None
-    except csv.Error as error:
-        raise DataError(f"{path}: expected CSV, got: {error}") from None
-    if again := [name for name, times in Counter(names).items() if times > 1]:
-        raise DataError(f"{path}: expected columns with different names, got {again[0]!r} twice")
-
-
-def _csv_rows(rows: Iterator[dict[Any, Any]]) -> Iterator[dict[Any, Any] | str]:
-    """Yield rows, or the reason why a row cannot be read."""
-    while True:
-        try:
-            yield next(rows)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield f"not CSV: {error}"
-
-
 def _dataset(source: str) -> Any:
     import datasets
 
@@ -234,9 +186,7 @@ def _dataset(source: str) -> Any:
         if path.is_file() or is_url(source) or (glob.has_magic(source) and path.suffix in kinds):
             kind = kinds.get(path.suffix)
             if kind is None:
-                raise DataError(
-                    f"{source}: expected a file .jsonl, .ndjson, .json, .csv, {', '.join(kinds)}, got another"
-                )
+                raise DataError(f"{source}: expected a file .jsonl, .ndjson, .json, {', '.join(kinds)}, got another")
             return datasets.load_dataset(kind, data_files=partitions(source), split="train")
         if (path / "dataset_info.json").exists():
             return datasets.load_from_disk(source)

@@ -1,6 +1,6 @@
 # Fine-tune a model on its own answers and evaluate it: `make smollm2`, `make qwen05`, or any stage by its file. An
 # interrupted stage resumes. configs/MODEL holds the configurations of a model, runs/MODEL its files. BENCHMARKS is the
-# folder of FastChat's question and reference files (configs/smollm2/eval.yaml).
+# folder of FastChat's question files (configs/smollm2/eval.yaml).
 MODELS := smollm2 qwen05
 BENCHMARKS ?= benchmarks
 ADAPTER := adapter/adapter_model.safetensors
@@ -13,8 +13,7 @@ QUESTIONS_qwen05 := 1922
 VICUNA = benchmarks.vicuna.file=$(BENCHMARKS)/vicuna_bench/question.jsonl \
 	benchmarks.vicuna.suitable=$(wildcard $(BENCHMARKS)/vicuna_bench/suitable_for_parallel.csv)
 EVALUATE = $(BIN)/aspd eval run --output $(@D) configs/$*/eval.yaml $(VICUNA) \
-	benchmarks.mt.file=$(BENCHMARKS)/mt_bench/question.jsonl $(foreach name,vicuna mt,\
-	benchmarks.$(name).references=$(BENCHMARKS)/$(name)_bench/reference_gpt-4.jsonl)
+	benchmarks.mt.file=$(BENCHMARKS)/mt_bench/question.jsonl
 
 # Checked first, because hours of sampling and training come before the evaluations.
 .PHONY: benchmarks-exist
@@ -73,11 +72,7 @@ smollm2-ablation: configs/smollm2/ablation.yaml runs/smollm2/data/structured.jso
 	mkdir -p runs/smollm2/ablation
 	grep '"parallel"' runs/smollm2/data/structured.jsonl | awk 'NR % 8' > runs/smollm2/ablation/train.jsonl
 	grep '"parallel"' runs/smollm2/data/structured.jsonl | awk 'NR % 8 == 0' > runs/smollm2/ablation/held_out.jsonl
-	for siblings in invisible shared; do for positions in sequential max predict; do \
-	  $(BIN)/aspd train $< model.siblings=$$siblings model.positions=$$positions \
-	    --output runs/smollm2/ablation/$$siblings-$$positions || exit 1; \
-	done; done
-	tail -n 1 runs/smollm2/ablation/*/metrics.jsonl
+	$(BIN)/aspd ablate $< --output runs/smollm2/ablation
 
 # Files of a run are kept, although they are only steps towards its report.
 .SECONDARY:

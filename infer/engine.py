@@ -585,7 +585,7 @@ class Engine:
         """Compile the programs that requests need, and measure the cost of a step; return the seconds it took.
 
         Args:
-            alone: compile the programs for one request at a time only, without log probabilities.
+            alone: compile the programs for one request at a time only, without log probabilities and decisions.
             checks: compile the programs of exact fields and predictions, too; an engine that decodes lists without tags
                 in parallel has them in any case.
         """

@@ -72,9 +72,9 @@ from infer.decode.state import PROMPT, DecodeState, EngineConfig, SequenceState,
 from infer.request import Request
 from infer.scheduling.admission import admission, admit_request, classes_of, new_state
 from infer.scheduling.buckets import capacity_for
+from tests.helpers.byte_tokenizer import train_tokenizer
 from tests.helpers.cached_answers import cached_answer
-from train.byte_tokenizer import train_tokenizer
-from train.tasks import problem
+from tests.helpers.tasks import problem
 
 ROOT = Path(__file__).parent.parent
 # Tests compare exactly, so they load float32 on accelerators too.

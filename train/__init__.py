@@ -1,1 +1,1 @@
-"""Training: synthetic tasks, batches, loss, step and loop."""
+"""Training: records, batches, loss, step and loop."""

@@ -1,25 +1,21 @@
-"""Packed batches of examples from the synthetic tasks or from records.
+"""Packed batches of examples.
 
 B: rows; S: tokens of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 from grain import experimental as grain_experimental
 
-from aspd_jax.chat import encode_turns
-from aspd_jax.errors import ConfigError, DataError
+from aspd_jax.errors import DataError
 from aspd_jax.layout import Layout, PositionScheme, build_layout
-from aspd_jax.structure import Serial
-from aspd_jax.tokens import Codec, SpecialTokens
+from aspd_jax.tokens import SpecialTokens
 from train.config import TrainConfig
 from train.records import Example, Records
-from train.tasks import Problem, held_out, problem, recital
 
 PARTS = ("serial", "title", "branch")  # kinds of targets in metrics
 
@@ -38,16 +34,6 @@ class Batch(NamedTuple):
     layout: Layout
     loss: np.ndarray
     part: np.ndarray
-
-
-class Batches(Protocol):
-    """A resumable stream of batches; `state` is its position as JSON values."""
-
-    def __next__(self) -> Batch: ...
-    @property
-    def state(self) -> dict[str, Any]: ...
-    @state.setter
-    def state(self, value: dict[str, Any]) -> None: ...
 
 
 def make_batch(
@@ -73,142 +59,8 @@ def make_batch(
     return Batch(tokens, layout, loss.astype(np.float32), part)
 
 
-def example(codec: Codec, tokenizer: Any, problem: Problem, structured: bool, fed_loss: bool = False) -> Example:
-    """Encode a problem: prompt, answer and end of text, with loss on the answer.
-
-    Args:
-        codec: codec of the tokenizer.
-        tokenizer: tokenizer with a chat template.
-        problem: problem.
-        structured: whether to linearise the structure or to use the plain answer.
-        fed_loss: whether tokens that the engine feeds have loss too.
-    """
-    messages = [{"role": "user", "content": problem.question}]
-    (prompt,) = encode_turns(tokenizer, codec.text, (tokenizer.eos_token_id,), messages, prompt=True)
-    answer = codec.linearise(problem.structure if structured else (Serial(problem.answer),))
-    tokens = np.asarray([*prompt, *answer.tokens, tokenizer.eos_token_id], np.int32)
-    loss = np.concatenate([np.zeros(len(prompt), bool), ~answer.fed | fed_loss, [True]])
-    return Example(tokens, loss)
-
-
-def first_fit(sizes: Sequence[int], rows: int, length: int) -> list[int | None]:
-    """Assign examples to rows, the longest first, and return the row of each; None if it fits in no row.
-
-    Args:
-        sizes: tokens of each example.
-        rows: number of rows.
-        length: tokens of a row.
-
-    Raises:
-        ConfigError: an example is longer than a row.
-    """
-    if max(sizes) > length:
-        raise ConfigError(f"data.length: expected at least the tokens of every example, {max(sizes)}, got {length}")
-    free = np.full(rows, length)
-    placed: list[int | None] = [None] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        fits = np.flatnonzero(free >= sizes[index])
-        if fits.size:
-            placed[index] = int(fits[0])
-            free[fits[0]] -= sizes[index]
-    return placed
-
-
-def pack(
-    examples: Sequence[Example],
-    placed: Sequence[int | None],
-    special: SpecialTokens,
-    rows: int,
-    length: int,
-    positions: PositionScheme,
-) -> Batch:
-    """Pack examples into their rows (see `first_fit`); examples without a row are dropped."""
-    tokens = np.zeros((rows, length), np.int32)
-    sequence = np.zeros((rows, length), np.int32)
-    loss = np.zeros((rows, length), np.float32)
-    used = [0] * rows
-    for item, row in zip(examples, placed, strict=True):
-        if row is None:
-            continue
-        place = slice(used[row], used[row] + len(item.tokens))
-        tokens[row, place], loss[row, place] = item
-        sequence[row, place] = sequence[row].max() + 1
-        used[row] = place.stop
-    return make_batch(tokens, sequence, loss, special, positions)
-
-
-def synthetic_batch(codec: Codec, tokenizer: Any, config: TrainConfig, step: int) -> Batch:
-    """Return the batch of a step: a pure function of (seed, step), so that resuming does not change the data.
-
-    ASPD and Seq models get the same problems, because the size of the structured form decides for both which fit.
-    """
-    problems: list[Problem] = []
-    examples: list[Example] = []
-    data = config.data
-    rows, length = config.batch_shape(step)
-    total = number = 0
-    short = step < data.short_steps
-    recital_every = data.recital_every if short else 0
-    while total < rows * length:
-        seed = (config.seed << 48) + (step << 16) + number
-        recite = recital_every and number % recital_every == recital_every - 1
-        item = recital(seed) if recite else problem(seed, held_out=False)
-        structured = example(codec, tokenizer, item, True, data.fed_loss)
-        number += 1
-        if len(structured.tokens) > length:
-            continue  # a few problems are longer than a row
-        problems.append(item)
-        examples.append(structured)
-        total += len(structured.tokens)
-    placed = first_fit([len(item.tokens) for item in examples], rows, length)
-    serial_share = 0 if short else data.plain_every
-    for number, item in enumerate(problems):
-        if not data.structured or (serial_share and number % serial_share == 0):
-            examples[number] = example(codec, tokenizer, item, False)
-    return pack(examples, placed, codec.special, rows, length, config.model.positions)
-
-
-class SyntheticBatches:
-    """Batches of the synthetic tasks."""
-
-    def __init__(self, codec: Codec, tokenizer: Any, config: TrainConfig) -> None:
-        self._make = lambda step: synthetic_batch(codec, tokenizer, config, step)
-        self._step = 0
-
-    def __next__(self) -> Batch:
-        batch = self._make(self._step)
-        self._step += 1
-        return batch
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """Position of the stream."""
-        return {"step": self._step}
-
-    @state.setter
-    def state(self, value: dict[str, Any]) -> None:
-        self._step = value["step"]
-
-
-def held_out_batches(codec: Codec, tokenizer: Any, config: TrainConfig) -> list[Batch]:
-    """Return the batches of held-out synthetic problems."""
-    rows, length = config.data.rows, config.data.length
-    problems = held_out(64 * config.evaluate_batches * rows)
-    encoded = (example(codec, tokenizer, item, config.data.structured, config.data.fed_loss) for item in problems)
-    batches = []
-    for _ in range(config.evaluate_batches):
-        examples: list[Example] = []
-        while sum(len(item.tokens) for item in examples) < rows * length:
-            item = next(encoded)
-            if len(item.tokens) <= length:
-                examples.append(item)
-        placed = first_fit([len(item.tokens) for item in examples], rows, length)
-        batches.append(pack(examples, placed, codec.special, rows, length, config.model.positions))
-    return batches
-
-
 class RecordBatches:
-    """Batches of records, shuffled in every epoch and packed first-fit.
+    """A resumable stream of batches of records, shuffled in every epoch and packed first-fit.
 
     Args:
         records: tokenised records.
@@ -228,7 +80,7 @@ class RecordBatches:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Position of the stream."""
+        """Position of the stream, as JSON values."""
         return dict(self._iterator.get_state())
 
     @state.setter

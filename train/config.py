@@ -19,9 +19,9 @@ class ModelSection:
     """Model to train.
 
     Attributes:
-        checkpoint: Hugging Face folder to fine-tune; empty: a Qwen3-style model from scratch with the shape below.
-        vocab_size: size of the vocabulary with special tokens (from scratch).
-        layers, hidden_size, heads, kv_heads, head_dim, feed_forward: shape of the model (from scratch).
+        checkpoint: checkpoint to fine-tune: Hugging Face folder, GGUF file or a name.
+        vocab_size, layers, hidden_size, heads, kv_heads, head_dim, feed_forward: shape of the checkpoint, for `--plan`
+            where the checkpoint does not exist.
         positions, siblings: position scheme and mask (protocol, sections 3 and 4).
         titles: form of the titles (protocol, section 2); the structure of the records has to have it.
         dtype: dtype of activations: `float32` or `bfloat16`.
@@ -73,8 +73,8 @@ class ModelSection:
                 raise ConfigError(f"model.{name}: expected float32 or bfloat16, got {getattr(self, name)!r}")
         if self.heads % self.kv_heads:
             raise ConfigError(f"model.heads: expected a multiple of model.kv_heads ({self.kv_heads}), got {self.heads}")
-        if self.weights == "int8" and not (self.lora_rank and self.checkpoint):
-            raise ConfigError("model.weights: int8: expected model.checkpoint and model.lora_rank, got none")
+        if self.weights == "int8" and not self.lora_rank:
+            raise ConfigError("model.weights: int8: expected model.lora_rank, got 0")
 
 
 @dataclass(frozen=True)
@@ -82,21 +82,16 @@ class DataSection:
     """Training data.
 
     Attributes:
-        train: JSONL files of conversations (docs/training.md); empty: the synthetic tasks.
-        held_out: JSONL files for the held-out loss; empty: held-out problems of the synthetic tasks, if these are used.
+        train: JSONL files of conversations (docs/training.md).
+        held_out: JSONL files for the held-out loss.
         cache: folder of tokenised records, which other runs can share; empty: in the folder of the run.
         strict: whether a record that cannot be used is an error; otherwise it is reported.
         chat_template: Jinja file, for a tokenizer without a chat template.
         structured: whether to train on linearisations (ASPD) or on the plain text of the same answers (Seq).
         plain_every: every n-th record of a structured run has a plain answer, so that the model can also answer in
             serial mode; 0: none.
-        fed_loss: whether tokens that the engine feeds instead of sampling have loss too.
         rows, length: rows of a batch, and tokens of a row.
-        bins: number of rows that are packed at a time; more rows waste less space and mix less (JSONL).
-        short_steps: number of first steps with `short_rows` rows of `short_length` tokens, which hold short problems
-            only; a model learns to copy from the context faster on them (synthetic tasks).
-        short_rows, short_length: rows of a batch, and tokens of a row, in the short steps.
-        recital_every: every n-th example of the short steps is a recital (`train.tasks.recital`); 0: none.
+        bins: number of rows that are packed at a time; more rows waste less space and mix less.
     """
 
     train: tuple[str, ...] = ()
@@ -106,20 +101,14 @@ class DataSection:
     chat_template: str = ""
     structured: bool = True
     plain_every: int = 8
-    fed_loss: bool = False
     rows: int = 6
     length: int = 448
     bins: int = 64
-    short_steps: int = 1500
-    short_rows: int = 16
-    short_length: int = 144
-    recital_every: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("rows", "length", "bins", "short_rows", "short_length"):
+        for name in ("rows", "length", "bins"):
             at_least(f"data.{name}", getattr(self, name), 1)
-        for name in ("plain_every", "short_steps", "recital_every"):
-            at_least(f"data.{name}", getattr(self, name), 0)
+        at_least("data.plain_every", self.plain_every, 0)
 
 
 @dataclass(frozen=True)
@@ -205,7 +194,6 @@ class TrainConfig:
         keep: number of latest checkpoints to keep; with held-out data the best one is kept too.
         evaluate_batches: held-out batches to evaluate before each checkpoint; 0: none.
         log_every: steps between lines of metrics.
-        tensorboard: whether to write TensorBoard events.
     """
 
     model: ModelSection = field(default_factory=ModelSection)
@@ -220,7 +208,6 @@ class TrainConfig:
     keep: int = 2
     evaluate_batches: int = 0
     log_every: int = 20
-    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         for name in ("save_every", "keep", "log_every"):
@@ -228,33 +215,25 @@ class TrainConfig:
         for name in ("steps", "epochs", "evaluate_batches", "seed"):
             at_least(name, getattr(self, name), 0)
         split = self.mesh.data * self.mesh.fsdp * self.optimiser.accumulate
-        for name in ("rows", "short_rows") if self.data.short_steps and not self.data.train else ("rows",):
-            rows = getattr(self.data, name)
-            if rows % split:
-                raise ConfigError(
-                    f"data.{name}: expected a multiple of mesh.data x mesh.fsdp x optimiser.accumulate ({split}), "
-                    f"got {rows}"
-                )
+        if self.data.rows % split:
+            raise ConfigError(
+                f"data.rows: expected a multiple of mesh.data x mesh.fsdp x optimiser.accumulate ({split}), "
+                f"got {self.data.rows}"
+            )
         if both := sorted(set(self.data.train) & set(self.data.held_out)):
             raise ConfigError(f"data.held_out: expected other files than data.train, got {both[0]!r} in both")
-        if self.evaluate_batches and self.data.train and not self.data.held_out:
+        if self.evaluate_batches and not self.data.held_out:
             raise ConfigError("evaluate_batches: expected data.held_out, got none")
-        if self.draft.heads and (self.model.lora_rank or not self.model.checkpoint):
+        if self.draft.heads and self.model.lora_rank:
             raise ConfigError(
-                "draft.heads: expected model.checkpoint, and model.lora_rank: 0, because the model is not trained, "
-                f"got {self.model.checkpoint!r} and {self.model.lora_rank}"
+                "draft.heads: expected model.lora_rank: 0, because the model is not trained, "
+                f"got {self.model.lora_rank}"
             )
-        if self.model.checkpoint and not self.data.train:
-            raise ConfigError(
-                "model.checkpoint: expected data.train, because the synthetic tasks have their own tokenizer, got none"
-            )
-        if self.steps == 0 and (self.epochs == 0 or not self.data.train):
-            raise ConfigError("steps: expected steps, or epochs and data.train, got none")
-
-    def batch_shape(self, step: int) -> tuple[int, int]:
-        """Return the rows and the tokens of a row at a step of the synthetic tasks."""
-        data = self.data
-        return (data.short_rows, data.short_length) if step < data.short_steps else (data.rows, data.length)
+        if self.steps == 0 and self.epochs == 0:
+            raise ConfigError("steps: expected steps or epochs, got none")
+        for name, value in (("model.checkpoint", self.model.checkpoint), ("data.train", self.data.train)):
+            if not value:
+                raise ConfigError(f"{name}: expected a value, got none. See configs/lora_7b.yaml for an example.")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the configuration as plain values."""

@@ -17,15 +17,7 @@ from aspd_jax.formats import draft_file
 from aspd_jax.language_model import LanguageModel, save_adapter, save_draft_heads, save_model
 from aspd_jax.progress import Bar
 from aspd_jax.sharding import make_mesh
-from train.batches import (
-    Batch,
-    Batches,
-    RecordBatches,
-    SyntheticBatches,
-    held_out_batches,
-    record_held_out,
-    record_steps,
-)
+from train.batches import Batch, RecordBatches, record_held_out, record_steps
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig
 from train.loss import Sums
@@ -35,13 +27,13 @@ from train.setup import Setup, load, set_up
 from train.step import TrainState, evaluation_sums, join, part_losses, train_step
 
 # Settings that may change when a run is resumed, because they do not change what it computes.
-MAY_CHANGE = ("mesh", "save_every", "keep", "log_every", "tensorboard")
+MAY_CHANGE = ("mesh", "save_every", "keep", "log_every")
 
 
 class Data(NamedTuple):
     """Data of a run: training batches, held-out batches and the total number of steps."""
 
-    batches: Batches
+    batches: RecordBatches
     held_out: list[Batch]
     steps: int
 
@@ -99,10 +91,7 @@ def result_name(config: TrainConfig) -> str:
 
 def read_data(config: TrainConfig, lm: LanguageModel, output: Path, progress: bool) -> Data:
     """Open the data of a run, and write the records that cannot be used to left_out.jsonl in `output`."""
-    codec, tokenizer = lm.codec, lm.tokenizer
-    if not config.data.train:
-        held_out = held_out_batches(codec, tokenizer, config) if config.evaluate_batches else []
-        return Data(SyntheticBatches(codec, tokenizer, config), held_out, config.steps)
+    special = lm.codec.special
     cache = Path(config.data.cache) if config.data.cache else output / "tokenised"
     if jax.process_index() > 0:
         multihost_utils.sync_global_devices("tokenised")  # process 0 tokenises; the others read its cache
@@ -119,8 +108,8 @@ def read_data(config: TrainConfig, lm: LanguageModel, output: Path, progress: bo
         if held_out_records:
             print(f"held-out data: {held_out_records.report()}")
     return Data(
-        RecordBatches(records, codec.special, config, config.epochs if not config.steps else None),
-        record_held_out(held_out_records, codec.special, config) if held_out_records else [],
+        RecordBatches(records, special, config, config.epochs if not config.steps else None),
+        record_held_out(held_out_records, special, config) if held_out_records else [],
         config.steps or record_steps(records, config),
     )
 
@@ -133,7 +122,7 @@ def _run(
     if first:
         state, batches.state = checkpoints.restore(first, state)
     update = train_step(setup.model, setup.optimiser, config.optimiser.accumulate)
-    writer = MetricsWriter(output, first, config.tensorboard) if jax.process_index() == 0 else None
+    writer = MetricsWriter(output, first) if jax.process_index() == 0 else None
     flops = model_flops(setup.lm.config, join(state.params, setup.frozen), config.data.length)
     peak = peak_flops()
     bar = Bar(range(first, data.steps), initial=first, total=data.steps, disable=not progress, unit="step")

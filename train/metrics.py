@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, TensorBoard, and hardware utilisation."""
+"""Metrics of a run: metrics.jsonl and hardware utilisation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict
-from tensorboardX import SummaryWriter
 
 from aspd_jax.files import Log, write_whole
 from aspd_jax.model.config import ModelConfig
@@ -54,34 +53,27 @@ def memory_in_use() -> float | None:
 
 
 class MetricsWriter:
-    """Writer of metrics.jsonl and TensorBoard events.
+    """Writer of metrics.jsonl.
 
     Args:
         folder: folder of the run.
         first: step from which the run resumes; later entries are deleted, so that no step occurs twice.
-        tensorboard: whether to write TensorBoard events.
     """
 
-    def __init__(self, folder: Path, first: int, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, first: int) -> None:
         file = folder / "metrics.jsonl"
         if file.exists():
             kept = [line for line in file.read_text().splitlines() if _step(line) <= first]
             write_whole(file, "".join(f"{line}\n" for line in kept))
         self._file = Log(file)
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1) if tensorboard else None
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Write the metrics of a step."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
-        if self._events is not None:
-            for name, value in values.items():
-                self._events.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush and close the files."""
+        """Flush and close the file."""
         self._file.close()
-        if self._events is not None:
-            self._events.close()
 
 
 def _step(line: str) -> float:

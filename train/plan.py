@@ -27,7 +27,7 @@ from aspd_jax.sharding import MESH_AXES, partition_spec
 from aspd_jax.tokens import TAGS
 from train.config import ModelSection, TrainConfig
 from train.loss import CHUNK
-from train.setup import as_configured, scratch_shape
+from train.setup import as_configured
 from train.step import is_trained
 
 SHAPE = ("vocab_size", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "feed_forward")
@@ -72,12 +72,13 @@ def planned_shape(config: TrainConfig) -> ModelConfig:
         CheckpointError: the checkpoint cannot be read, or it does not exist and the configuration has no shape.
     """
     section = config.model
-    if section.checkpoint and (is_present(config) or all(getattr(section, key) == DEFAULTS[key] for key in SHAPE)):
+    if is_present(config) or all(getattr(section, key) == DEFAULTS[key] for key in SHAPE):
         file = Path(section.checkpoint) / "config.json"  # a folder without weights suffices
         hf = make_config(read_config(file)[0], str(file)) if file.exists() else open_checkpoint(section.checkpoint).hf
         shape = padded(as_configured(from_hugging_face(hf, section.dtype), config))
     else:
-        shape = scratch_shape(config)
+        size = {key: getattr(section, key) for key in SHAPE}
+        shape = as_configured(ModelConfig(**size, dtype=section.dtype), config)
     return replace(shape, new_tokens=tuple(range(len(TAGS))) if section.lora_rank else ())
 
 
@@ -92,7 +93,7 @@ def check_named_checkpoint(config: TrainConfig, overrides: Sequence[str]) -> Non
     Raises:
         CheckpointError: there is no such checkpoint.
     """
-    if config.model.checkpoint and any(override.startswith("model.checkpoint=") for override in overrides):
+    if any(override.startswith("model.checkpoint=") for override in overrides):
         find_model(config.model.checkpoint)
 
 
@@ -172,9 +173,9 @@ def report(config: TrainConfig) -> str:
         ("activations in work", memory.working),
         ("total", memory.total),
     ]
-    absent = bool(config.model.checkpoint) and not is_present(config)
+    absent = f"{config.model.checkpoint}: no such file or folder; this is the shape in the configuration"
     lines = [
-        *([f"{config.model.checkpoint}: no such file or folder; this is the shape in the configuration"] * absent),
+        *([] if is_present(config) else [absent]),
         f"{memory.parameters / 1e9:.3f} billion parameters, {memory.trained / 1e9:.3f} billion of them trained; "
         f"{shape.layers} layers of {shape.hidden_size}, {config.model.dtype}",
         f"mesh {mesh}; {config.data.rows} rows of {config.data.length} tokens a step ({tokens} tokens) "

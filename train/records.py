@@ -29,7 +29,7 @@ from aspd_jax.tokens import Linearisation
 from train.config import DataSection
 
 SHOWN = 5  # maximum number of printed problems; left_out.jsonl has all
-VERSION = 6  # format of the cache; files of other versions are not used
+VERSION = 7  # format of the cache; files of other versions are not used
 FEATURES = datasets.Features(
     {
         "tokens": datasets.List(datasets.Value("int32")),
@@ -65,7 +65,7 @@ class Problem(NamedTuple):
 
 
 def encode_conversation(
-    lm: LanguageModel, record: Conversation, structured: bool, fed_loss: bool
+    lm: LanguageModel, record: Conversation, structured: bool
 ) -> tuple[list[Example], dict[int, str]]:
     """Encode a conversation with loss on its answers and the tokens that end them.
 
@@ -77,7 +77,6 @@ def encode_conversation(
         lm: language model with a chat template.
         record: conversation.
         structured: whether answers are linearised with their structure or as plain text.
-        fed_loss: whether tokens that the engine feeds have loss too.
 
     Returns:
         Examples, and the reason for each answer that is in none of them, by index of its message.
@@ -105,7 +104,7 @@ def encode_conversation(
         if not before or prompt[: len(before)] != before:
             before, loss = [], []
             examples.append((before, loss))
-        loss += [False] * (len(prompt) - len(before)) + [*(~answer.fed | fed_loss).tolist(), True]
+        loss += [False] * (len(prompt) - len(before)) + [*(~answer.fed).tolist(), True]
         before[:] = [*prompt, *tokens]
     return [Example(np.asarray(tokens, np.int32), np.asarray(loss, bool)) for tokens, loss in examples], skipped
 
@@ -224,7 +223,7 @@ def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) ->
     """Return the rows of a file: examples, and rows of size 0 with kind and reason for what is left out."""
     with file.open("rb") as content:
         key = hashlib.file_digest(content, "sha256")
-    data_settings = (data.structured, data.plain_every, data.fed_loss)
+    data_settings = (data.structured, data.plain_every)
     model_settings = (lm.end_ids, lm.tokenizer.chat_template, lm.config.titles, lm.config.unused_tokens)
     key.update(repr((VERSION, file.suffix, *data_settings, *model_settings)).encode())
     key.update(lm.tokenizer.backend_tokenizer.to_str().encode())
@@ -249,7 +248,7 @@ def _rows(lm: LanguageModel, record: Conversation | Unreadable, data: DataSectio
         return
     index = record.number - 1
     plain = data.plain_every and index % data.plain_every == data.plain_every - 1
-    examples, skipped = encode_conversation(lm, record, data.structured and not plain, data.fed_loss)
+    examples, skipped = encode_conversation(lm, record, data.structured and not plain)
     for example in examples:
         yield example._asdict() | {"size": len(example.tokens), "line": record.number, "kind": "", "reason": ""}
     if not examples:

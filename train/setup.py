@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import jax
@@ -15,22 +12,15 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from aspd_jax.errors import ConfigError
-from aspd_jax.language_model import LanguageModel, for_conversations, load_model, random_model
-from aspd_jax.model.config import ModelConfig, from_hugging_face
+from aspd_jax.language_model import LanguageModel, for_conversations, load_model
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.transformer import Transformer, stack_layers, unstack_layers
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import named_sharding, shardings
-from aspd_jax.structure import Parallel
 from train.batches import Batch
-from train.byte_tokenizer import train_tokenizer
 from train.config import TrainConfig
 from train.step import TrainState, abstract_state, in_float32, is_trained, join, make_optimiser
-from train.tasks import problem
-
-TOKENIZER_PROBLEMS = 4000
 
 
 @dataclass
@@ -77,17 +67,13 @@ def _to_host(leaf: jax.Array) -> np.ndarray:
 
 
 def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
-    """Load the initial model of a run with its position scheme and mask.
-
-    A checkpoint is read onto the mesh; a new model is sharded by `set_up`.
+    """Load the checkpoint of a run onto the mesh, with the position scheme and mask of the run.
 
     Raises:
         ConfigError: the configuration does not fit the model.
         CheckpointError: the checkpoint cannot be read.
     """
     section = config.model
-    if not section.checkpoint:
-        return initial_model(config)
     lm = load_model(
         section.checkpoint, section.dtype, mesh, section.weights, section.lora_rank, section.lora_alpha,
         draft_heads=config.draft.heads,
@@ -133,60 +119,6 @@ def initial_state(model: Transformer, optimiser: optax.GradientTransformation, p
 
     step, skipped = (jax.device_put(jnp.zeros((), jnp.int32), place) for place in places[:2])
     return TrainState(step, skipped, params, jax.jit(init, out_shardings=places.optimiser)(params))
-
-
-@cache
-def task_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Train the tokenizer of models from scratch, which depends only on the size of the vocabulary."""
-
-    def texts() -> Iterator[str]:
-        for seed in range(TOKENIZER_PROBLEMS):
-            item = problem(seed, held_out=False)
-            yield item.question
-            yield item.answer
-            for part in item.structure:
-                if isinstance(part, Parallel):
-                    yield from (branch.title for branch in part.branches)
-
-    tokenizer = train_tokenizer(texts(), vocabulary)
-    if len(tokenizer) > vocabulary:
-        raise ConfigError(f"model.vocab_size: expected at least {len(tokenizer)}, got {vocabulary}")
-    return tokenizer
-
-
-def initial_model(config: TrainConfig) -> LanguageModel:
-    """Create a random Qwen3-style model with a tokenizer for the synthetic tasks."""
-    tokenizer = deepcopy(task_tokenizer(config.model.vocab_size))
-    end = tokenizer.eos_token_id
-    hf_config = {**scratch_config(config), "bos_token_id": None, "eos_token_id": end}
-    return random_model(scratch_shape(config), tokenizer, hf_config, config.seed, (end,))
-
-
-def scratch_config(config: TrainConfig) -> dict[str, Any]:
-    """Return the Hugging Face configuration of a model from scratch."""
-    section = config.model
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": section.hidden_size,
-        "intermediate_size": section.feed_forward,
-        "num_hidden_layers": section.layers,
-        "num_attention_heads": section.heads,
-        "num_key_value_heads": section.kv_heads,
-        "head_dim": section.head_dim,
-        "vocab_size": section.vocab_size,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-    }
-
-
-def scratch_shape(config: TrainConfig) -> ModelConfig:
-    """Return the shape of a model from scratch."""
-    hf = AutoConfig.for_model(**scratch_config(config))
-    return as_configured(from_hugging_face(hf, config.model.dtype), config)
 
 
 def as_configured(shape: ModelConfig, config: TrainConfig) -> ModelConfig:

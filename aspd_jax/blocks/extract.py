@@ -44,7 +44,6 @@ _BOLD_LEAD = re.compile(r"(\*\*|__)[^\n]+?([:：]\1|\1\s*[:：]|\1\s*$)")
 # The parser detects blocks only, except kinds that models rarely intend: underlined headings, HTML, link definitions.
 _PARSER = MarkdownIt("commonmark", {"maxNesting": 40}).enable("table")
 _PARSER.disable(["inline", "lheading", "html_block", "reference"])
-_CUT = ("inline", "paragraph_open", "heading_open", "bullet_list_open", "ordered_list_open", "list_item_open")
 
 
 @dataclass
@@ -85,8 +84,8 @@ class _Run(NamedTuple):
 def propose(answer: str) -> list[tuple[BlockSpan, ...]]:
     """Return candidates from the form of an answer, each with at least one block: outermost lists, and innermost lists.
 
-    Blocks are in order, do not overlap, and lie in one region each. Branches adjoin. Ranges of `whole_ranges` are never
-    cut.
+    Blocks are in order, do not overlap, and lie in one region each. Branches adjoin. Code, tables, quotes, formulas and
+    elements are never cut.
     """
     regions = [(lines, _atoms(lines)) for lines in _regions(answer)]
     found: list[tuple[BlockSpan, ...]] = []
@@ -106,18 +105,6 @@ def line_starts(answer: str) -> list[int]:
     """Return the offset of each line of an answer."""
     ends = [found.end() for found in _NEWLINE.finditer(answer)]
     return [0, *(end for end in ends if end < len(answer))] if answer else []
-
-
-def whole_ranges(answer: str) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of characters that are never cut: code, tables, quotes, formulas, elements."""
-    regions = regions_of(answer)
-    yield from regions.protected
-    yield from regions.code
-    for lines in _regions(answer):
-        for token in _PARSER.parse(lines.markdown):
-            if token.map and token.nesting >= 0 and token.type not in _CUT:
-                first, end = (lines.origin[line] for line in token.map)
-                yield lines.start + lines.offset(first), lines.start + lines.offset(end)
 
 
 def _regions(answer: str) -> Iterator[_Lines]:

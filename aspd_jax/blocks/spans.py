@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from aspd_jax.blocks.titles import titles_of
 from aspd_jax.errors import StructureError
@@ -129,13 +128,3 @@ def form_of_titles(items: Sequence[Item]) -> Titles:
     """Return the form of the titles of a structured answer: leads, unless a text does not begin with its title."""
     branches = [branch for item in items if not isinstance(item, Serial) for branch in item.branches]
     return "names" if any(branch.caption for branch in branches) else "leads"
-
-
-def blocks_to_json(blocks: Sequence[BlockSpan]) -> list[list[list[Any]]]:
-    """Convert to JSON: `[[[title, start, end, lead], …], …]`."""
-    return [[[b.title, b.start, b.end, b.lead] for b in block.branches] for block in blocks]
-
-
-def blocks_from_json(value: Any) -> tuple[BlockSpan, ...]:
-    """Convert from the JSON form of `blocks_to_json`."""
-    return tuple(BlockSpan(tuple(BranchSpan(*branch) for branch in block)) for block in value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,32 +15,10 @@ QUANTILES = (0.1, 0.5, 0.9, 1.0)
 # Stages at which records are left out, in their order.
 STAGES = {
     "read": "not readable",
-    "teacher": "without a reply of the teacher, which the next run requests",
     "record": "repetitive, not as asked, or a list with a defect",
     "question": "other answers to the question are preferred (`select.per_question`)",
     "serial": "without a block, and of another kind or more than wanted (`select.serial_kinds`, `select.serial_ratio`)",
 }
-
-
-class Account(NamedTuple):
-    """Use of the teacher.
-
-    Attributes:
-        replies: number of replies.
-        prompt_tokens, completion_tokens: tokens counted by the endpoint.
-        input_price, output_price: prices per million tokens.
-    """
-
-    replies: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    input_price: float = 0.0
-    output_price: float = 0.0
-
-    @property
-    def cost(self) -> float:
-        """Return the cost in the currency of the prices."""
-        return (self.prompt_tokens * self.input_price + self.completion_tokens * self.output_price) / 1e6
 
 
 @dataclass
@@ -48,30 +26,26 @@ class Report:
     """Counts over records and answers.
 
     Attributes:
-        account: use of the teacher.
         unreadable: source, line and reason of each record that cannot be read.
         records: number of records read.
         left_out: number of records in neither set, by stage (`STAGES`).
         answers: measures of the answers in the sets, including plain ones.
         examined: number of answers for which blocks were proposed and checked, also of records that are left out.
-        proposed: number of answers with a proposed block, by kind of source.
+        proposed: number of answers with a proposed block.
         blocks: number of proposed blocks over all candidates.
         failed: number of failed blocks and candidates by stage.
         reasons: number of failed checks by kind of reason.
-        rises: mean and peak increase of the negative log-likelihood of all scored branches, nats per token.
     """
 
-    account: Account
     unreadable: list[str] = field(default_factory=list)
     records: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     answers: list[Measures] = field(default_factory=list)
     examined: int = 0
-    proposed: Counter[str] = field(default_factory=Counter)
+    proposed: int = 0
     blocks: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
-    rises: list[Sequence[float]] = field(default_factory=list)
 
     @property
     def written(self) -> int:
@@ -83,16 +57,15 @@ class Report:
         self.records += 1
         self.left_out.update([stage] if stage else [])
 
-    def add(self, sources: Iterable[str], rejected: Iterable[dict[str, Any]], blocks: int) -> None:
+    def add(self, rejected: Iterable[dict[str, Any]], blocks: int) -> None:
         """Add the yields of an answer.
 
         Args:
-            sources: sources of its candidates.
             rejected: rejected blocks and candidates, with `stage` and `reason`.
             blocks: number of proposed blocks.
         """
         self.examined += 1
-        self.proposed.update({source.split()[0] for source in sources})
+        self.proposed += bool(blocks)
         self.blocks += blocks
         for rejection in rejected:
             self.failed[rejection["stage"]] += 1
@@ -110,22 +83,11 @@ class Report:
             "written": self.written,
             "left_out": {stage: self.left_out[stage] for stage in STAGES},
             "examined": self.examined,
-            "proposed": dict(self.proposed),
+            "proposed": self.proposed,
             "blocks": self.blocks,
             "failed": dict(self.failed),
             "reasons": dict(self.reasons),
             "statistics": self.statistics(),
-            "likelihood": self._rises(),
-            "teacher": self.account._asdict() | {"cost": self.account.cost},
-        }
-
-    def _rises(self) -> dict[str, list[float]]:
-        if not self.rises:
-            return {}
-        values = np.asarray(self.rises)
-        return {
-            name: [float(value) for value in np.quantile(values[:, place], QUANTILES)]
-            for place, name in enumerate(("mean_rise", "peak_rise"))
         }
 
     def markdown(self) -> str:
@@ -134,17 +96,13 @@ class Report:
         lines += [f"| records read | {self.records} |", f"| records in both sets | {self.written} |"]
         lines += [f"| records left out: {what} | {self.left_out[stage]} |" for stage, what in STAGES.items()]
         lines += [f"| answers examined, also of records left out later | {self.examined} |"]
-        names = {"form": "by their form", "teacher": "by the teacher"}
-        lines += [f"| … with a block proposed {names[source]} | {n} |" for source, n in sorted(self.proposed.items())]
+        lines += [f"| … with a block proposed by their form | {self.proposed} |"]
         lines += [f"| blocks proposed, over all candidates | {self.blocks} |"]
         descriptions = {
             "short": "answers too short to fork",
-            "annotate": "replies without the right form, and groups that the answer does not have",
             "integrity": "candidates that are not well formed",
             "check": "blocks whose branches depend on each other by their words",
             "defect": "blocks with unequal gaps, similar titles or repeated sentences",
-            "likelihood": "blocks with a branch that is less likely without its siblings",
-            "vote": "blocks that a vote was against",
             "select": "blocks that save nothing, or have too many branches",
         }
         lines += [
@@ -152,15 +110,6 @@ class Report:
         ]
         lines += [f"| … {reason} | {count} |" for reason, count in self.reasons.most_common()]
         lines += ["", *statistics_table(self.statistics())]
-        if self.rises:
-            heads = " | ".join(f"{q:.0%}" for q in QUANTILES)
-            lines += ["", f"| rise of negative log-likelihood, nats per token; quantile | {heads} |"]
-            lines += ["|---" * (len(QUANTILES) + 1) + "|"]
-            lines += [f"| {k} | {' | '.join(f'{v:.3f}' for v in vs)} |" for k, vs in self._rises().items()]
-        if self.account.replies:
-            a = self.account
-            cost = f", cost {a.cost:.2f}" if a.input_price or a.output_price else ""
-            lines += ["", f"Teacher: {a.replies} replies, {a.prompt_tokens} + {a.completion_tokens} tokens{cost}."]
         return "\n".join(lines) + "\n"
 
 

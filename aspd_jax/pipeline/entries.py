@@ -15,12 +15,10 @@ from zlib import crc32
 from aspd_jax.blocks.checks import asked_for
 from aspd_jax.blocks.measures import Measures, best, measure
 from aspd_jax.blocks.spans import BlockSpan, structure_of
-from aspd_jax.pipeline.rule_stages import judge_by_rules, propose_by_rules
-from aspd_jax.pipeline.work import Answer, Candidate, Work, answers_of, candidates_of
+from aspd_jax.pipeline.rule_stages import check, propose_by_rules
+from aspd_jax.pipeline.work import Answer, Candidate, Work, answers_of
 from aspd_jax.sources import Conversation, Unreadable
 from aspd_jax.structure import to_json
-
-NOTHING: dict[str, Any] = {"candidates": [], "rejected": []}  # result of the first stage for an empty answer
 
 
 class Sample(NamedTuple):
@@ -49,19 +47,15 @@ class Selection(NamedTuple):
         blocks: its blocks; empty: the answer is serial.
         measures: measures of the answer.
         source: source of the candidate; empty: there is none.
-        sources: sources of all candidates.
         proposed: number of blocks of all candidates.
         rejected: rejected candidates and blocks, with `stage` and `reason`.
-        rises: mean and peak rise of all scored branches.
     """
 
     blocks: tuple[BlockSpan, ...]
     measures: Measures
     source: str
-    sources: list[str]
     proposed: int
     rejected: list[dict[str, Any]]
-    rises: list[Sequence[float]]
 
 
 class Entry(NamedTuple):
@@ -69,7 +63,7 @@ class Entry(NamedTuple):
 
     Attributes:
         base: its `id` and `line`, for lines of `rejected.jsonl`.
-        refused: stage that refuses the record: `read`, `teacher` or `record`; empty: it may be in the sets.
+        refused: stage that refuses the record: `read` or `record`; empty: it may be in the sets.
         reason: reason why it is refused.
         rejected: lines of `rejected.jsonl` about its messages.
         plain, structured: its lines of the sets.
@@ -97,38 +91,24 @@ class Entry(NamedTuple):
 
 
 def entry_of(work: Work, record: Conversation | Unreadable) -> Entry:
-    """Return the entry of a record; missing results of the rule stages are computed and stored."""
+    """Return the entry of a record."""
     base: dict[str, Any] = {"id": record.id, "line": record.number}
     if isinstance(record, Unreadable):
         return Entry(base, "read", record.reason)
     if repetitive := work.repetitive(record):
         return Entry(base, "record", repetitive)
     answers = list(answers_of(record))
-    if missing := [work.unanswered[a.key] for _, a in answers if a.key in work.unanswered]:
-        return Entry(base, "teacher", missing[0])
-    results = [_results(work, answer) for _, answer in answers]
-    candidates = [candidates_of(proposed) for proposed, _ in results]
-    for (_, answer), of_answer in zip(answers, candidates, strict=True):
-        if unfit := _unfit(work, answer, of_answer):
+    proposals = [propose_by_rules(work, answer) for _, answer in answers]
+    for (_, answer), proposed in zip(answers, proposals, strict=True):
+        if unfit := _unfit(work, answer, proposed.candidates):
             return Entry(base, "record", unfit)
-    selections = [
-        _select(work, answer, of_answer, list(proposed["rejected"]), verdicts)
-        for (_, answer), of_answer, (proposed, verdicts) in zip(answers, candidates, results, strict=True)
-    ]
+    selections = [_select(work, answer, *proposed) for (_, answer), proposed in zip(answers, proposals, strict=True)]
     return _entry(work, record, base, answers, selections)
 
 
 def line(value: dict[str, Any]) -> str:
     """Return a line of JSONL."""
     return json.dumps(value, ensure_ascii=False) + "\n"
-
-
-def _results(work: Work, answer: Answer) -> tuple[dict[str, Any], list[Any]]:
-    """Return the results of the stages *propose* and *judge*."""
-    if not answer.text.strip():
-        return NOTHING, []
-    proposed = work.result("propose", answer, lambda: propose_by_rules(work, answer))
-    return proposed, work.result("judge", answer, lambda: judge_by_rules(work, answer, proposed))
 
 
 def _unfit(work: Work, answer: Answer, candidates: Sequence[Candidate]) -> str | None:
@@ -141,12 +121,12 @@ def _unfit(work: Work, answer: Answer, candidates: Sequence[Candidate]) -> str |
 
 
 def _select(
-    work: Work, answer: Answer, candidates: Sequence[Candidate], rejected: list[dict[str, Any]], verdicts: list[Any]
+    work: Work, answer: Answer, candidates: Sequence[Candidate], refused: Sequence[dict[str, Any]]
 ) -> Selection:
-    scores = work.get("score", answer) or [] if work.config.likelihood.model else []
+    rejected = list(refused)
     surviving: list[tuple[BlockSpan, ...]] = []
-    for candidate, failures in zip(candidates, verdicts, strict=True):
-        both = list(zip(candidate.blocks, failures, strict=True))
+    for candidate in candidates:
+        both = [(block, check(work, answer, block)) for block in candidate.blocks]
         surviving.append(tuple(block for block, failure in both if failure is None))
         for block, failure in both:
             if failure is not None:
@@ -158,10 +138,8 @@ def _select(
         () if chosen is None else surviving[chosen],
         measure(answer.text, (), work.count) if chosen is None else measures[chosen],
         "" if chosen is None else candidates[chosen].source,
-        [candidate.source for candidate in candidates],
         sum(len(candidate.blocks) for candidate in candidates),
         rejected,
-        [rise for of_candidate in scores if isinstance(of_candidate, list) for rise in of_candidate],
     )
 
 

@@ -1,98 +1,78 @@
-"""The stages that need neither a model nor an endpoint: candidates by the form of an answer, and their checks.
+"""Candidates by the form of an answer, and the checks of their blocks.
 
 Results depend only on the configuration and on one answer (protocol, section 7).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from aspd_jax.blocks.checks import find_defect, find_dependence
 from aspd_jax.blocks.extract import propose
 from aspd_jax.blocks.measures import saved
 from aspd_jax.blocks.regions import regions_of
-from aspd_jax.blocks.spans import BlockSpan, blocks_to_json, structure_of
+from aspd_jax.blocks.spans import BlockSpan, structure_of
 from aspd_jax.errors import StructureError
 from aspd_jax.pipeline.leads import with_leads
-from aspd_jax.pipeline.work import Answer, Candidate, Work, candidates_of
+from aspd_jax.pipeline.work import Answer, Candidate, Work
 from aspd_jax.structure import plain_text
 
 
-def propose_by_rules(work: Work, answer: Answer) -> dict[str, Any]:
-    """Return the result of the first stage without a teacher: candidates, and rejected ones with their reasons."""
-    if short := too_short(work, answer):
-        return short
-    return well_formed(answer.text, by_form(answer.text) if work.config.rules else [])
+class Proposals(NamedTuple):
+    """Result of the first stage.
+
+    Attributes:
+        candidates: well-formed candidates with leads.
+        rejected: rejected candidates, with `stage`, `source` and `reason`.
+    """
+
+    candidates: Sequence[Candidate] = ()
+    rejected: Sequence[dict[str, Any]] = ()
 
 
-def judge_by_rules(work: Work, answer: Answer, proposed: dict[str, Any]) -> list[list[dict[str, str] | None]]:
-    """Return, for every block of every candidate, the stage at which it fails and the reason; None: it passes."""
-    return [[check(work, answer, block) for block in c.blocks] for c in candidates_of(proposed)]
-
-
-def too_short(work: Work, answer: Answer) -> dict[str, Any] | None:
-    """Return the result of the first stage for an answer that is too short to fork; None for others."""
+def propose_by_rules(work: Work, answer: Answer) -> Proposals:
+    """Return the candidates that the form of an answer proposes, and the rejected ones; none for an empty answer."""
+    if not answer.text.strip():
+        return Proposals()
     tokens, least = work.count(answer.text), work.config.select.min_tokens
-    if tokens >= least:
-        return None
-    reason = f"{tokens} tokens, fewer than select.min_tokens ({least})"
-    return {"candidates": [], "rejected": [{"stage": "short", "source": "", "reason": reason}]}
+    if tokens < least:
+        reason = f"{tokens} tokens, fewer than select.min_tokens ({least})"
+        return Proposals(rejected=[{"stage": "short", "source": "", "reason": reason}])
+    candidates = [Candidate(f"form {number}", blocks) for number, blocks in enumerate(propose(answer.text), 1)]
+    return well_formed(answer.text, candidates)
 
 
-def by_form(text: str) -> list[Candidate]:
-    """Return the candidates that the form of an answer proposes."""
-    return [Candidate(f"form {number}", blocks) for number, blocks in enumerate(propose(text), 1)]
-
-
-def well_formed(text: str, candidates: Iterable[Candidate]) -> dict[str, Any]:
+def well_formed(text: str, candidates: Iterable[Candidate]) -> Proposals:
     """Return the candidates with leads whose plain text is the answer, and the others with their reasons."""
-    kept: list[dict[str, Any]] = []
-    rejected: list[dict[str, str]] = []
+    kept: list[Candidate] = []
+    rejected: list[dict[str, Any]] = []
     for candidate in candidates:
         try:
             for block in candidate.blocks:
                 if any(block.start < end and start < block.end for start, end in regions_of(text).tags):
                     raise StructureError("a block reaches from one region into another, such as from a thought")
-            blocks = [with_leads(text, block) for block in candidate.blocks]
+            blocks = tuple(with_leads(text, block) for block in candidate.blocks)
             if plain_text(structure_of(text, blocks)) != text:
                 raise StructureError("its plain text is not the answer")
         except StructureError as error:
             rejected.append({"stage": "integrity", "source": candidate.source, "reason": str(error)})
             continue
-        kept.append(candidate._asdict() | {"blocks": blocks_to_json(blocks)})
-    return {"candidates": kept, "rejected": rejected}
+        kept.append(Candidate(candidate.source, blocks))
+    return Proposals(kept, rejected)
 
 
-def check(work: Work, answer: Answer, block: BlockSpan, scores: Any = None) -> dict[str, str] | None:
-    """Apply the checks without calls: number of branches, saved steps, rules and likelihood.
-
-    Args:
-        work: configuration and count of tokens.
-        answer: answer with the block.
-        block: block to check.
-        scores: mean and peak rise of each branch, or the reason why there are none; None: not scored.
-
-    Returns:
-        The stage at which the block fails, and the reason; None: it passes.
-    """
-    config = work.config
-    select, likelihood = config.select, config.likelihood
+def check(work: Work, answer: Answer, block: BlockSpan) -> dict[str, str] | None:
+    """Return the stage at which a block fails and the reason, or None: number of branches, saved steps and rules."""
+    select = work.config.select
     if len(block.branches) > select.max_branches:
         reason = f"{len(block.branches)} branches, select.max_branches is {select.max_branches}"
         return {"stage": "select", "reason": reason}
     gain = saved(answer.text, block, work.count)
     if gain < select.min_saved:
         return {"stage": "select", "reason": f"it saves {gain} steps, select.min_saved is {select.min_saved}"}
-    if config.check_dependence and (why := find_dependence(answer.messages, answer.text, block)):
+    if why := find_dependence(answer.messages, answer.text, block):
         return {"stage": "check", "reason": why}
-    if config.check_defects and (why := find_defect(answer.text, block)):
+    if why := find_defect(answer.text, block):
         return {"stage": "defect", "reason": why}
-    if isinstance(scores, str):
-        return {"stage": "likelihood", "reason": scores}
-    for branch, (mean, peak) in zip(block.branches, scores or [], strict=False):
-        for name, value, limit in (("mean", mean, likelihood.mean_rise), ("peak", peak, likelihood.peak_rise)):
-            if value > limit:
-                reason = f"{branch.title!r}: {name} rise of {value:.2f} nats a token, likelihood.{name}_rise is {limit}"
-                return {"stage": "likelihood", "reason": reason}
     return None

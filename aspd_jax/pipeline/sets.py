@@ -70,8 +70,7 @@ def write(work: Work, output: Path, report: Report, survey: Survey, entries: Ite
         for entry in entries:
             handles["rejected"].write(entry.rejected)
             for of in entry.selections:
-                report.add(of.sources, of.rejected, of.proposed)
-                report.rises += of.rises
+                report.add(of.rejected, of.proposed)
             stage, reason = _left_out(entry, select, others, share)
             report.count(stage)
             if stage:

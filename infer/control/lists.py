@@ -12,20 +12,19 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from aspd_jax.blocks.checks import asked_for, similar
+from aspd_jax.blocks.checks import asked_for
 from aspd_jax.lists import (
     CLAUSE_WORDS,
     CLOSER,
     MAX_ITEMS,
     MAX_LEAD_TOKENS,
-    MAX_TRIES,
     MIN_ITEMS,
     RESERVE,
     Lead,
     ListDetector,
     ListForm,
+    Outline,
     body_of,
-    concludes,
     fork_refusal,
     next_lead,
     separator_of,
@@ -62,7 +61,7 @@ class Item:
     """
 
     lead: str
-    head: list[int] = field(default_factory=list)
+    head: list[int]
     body: str = ""
     shown: list[int] = field(default_factory=list)
     gap: str = ""
@@ -77,31 +76,34 @@ class OpenList:
     """A list under way.
 
     Attributes:
-        form: form of its items.
+        outline: its leads.
         before: tokens of serial text before it.
         first: tokens that the model wrote of the first item.
-        items: its items.
-        start: number of serial tokens before the lead or item under way.
-        barred: first tokens that the lead under way may not have.
+        start: number of serial tokens before the lead under way.
+        items: its items; empty: leads are being written.
         joined: tokens of the finished list as far as the budgets have room for whole items; empty: bodies are growing.
         ends: number of tokens of `joined` behind each item, and 0.
         checked: number of items that have been fed in reading order.
     """
 
-    form: ListForm
+    outline: Outline
     before: list[int]
     first: list[int]
-    items: list[Item]
     start: int = 0
-    barred: list[int] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
     joined: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=lambda: [0])
     checked: int = 0
 
     @property
+    def form(self) -> ListForm:
+        """Return the form of its items."""
+        return self.outline.form
+
+    @property
     def is_joined(self) -> bool:
         """Return whether all bodies have ended."""
-        return bool(self.items[0].final)
+        return bool(self.items and self.items[0].final)
 
 
 class Lists(Controller):
@@ -148,7 +150,7 @@ class Lists(Controller):
             items, growing = [*self._items, SerialIds(shown[self._after :])], frozenset[int]()
         else:
             for item, ids in zip(self._list.items, output.branch_ids if output.finish == RUNNING else (), strict=False):
-                if item.growing and self._list.items[-1].head:
+                if item.growing:
                     self._read_body(self._list.form, item, ids)
             items, growing = self._with_list(self._list)
         return replace(output, items=items, end=end, open_branches=growing, discarded=self._hidden)
@@ -160,7 +162,7 @@ class Lists(Controller):
             return self._follow_text(serial, output)
         if self._list.is_joined:
             return self._follow_check(self._list, serial, output)
-        if self._list.items[-1].head:
+        if self._list.items:
             return self._follow_bodies(self._list, output)
         return self._follow_lead(self._list, serial, output)
 
@@ -200,7 +202,8 @@ class Lists(Controller):
         size = self._tokens_before(serial, place)
         rest = self._encode(text[len(self._codec.decode(serial[:size])) : place])
         before = [*serial[:size], *rest]
-        opened = OpenList(lead.form, before, serial[size:], [Item(lead.text)])
+        most = min(self._most, self._left(len(before)) // RESERVE)
+        opened = OpenList(Outline(lead, most), before, serial[size:])
         if self._left(len(before)) < MIN_ITEMS * RESERVE + MAX_LEAD_TOKENS:
             return self._text()
         self._list, self._hidden = opened, self._hidden + len(serial) - size
@@ -217,22 +220,18 @@ class Lists(Controller):
             left = min(self._until_lead(text, serial), MAX_LEAD_TOKENS - len(written))
             return RowGuidance({0: ()}, {0: left}, {0: MARKS}, serial=SCRATCH)
         self._hidden += len(written)
-        leads = [item.lead for item in opened.items]
-        repeats = lead is not None and any(similar(lead.text, other) for other in leads)
-        if repeats and len(opened.barred) < MAX_TRIES:
-            opened.barred.append(written[0])
+        outline, number = opened.outline, len(opened.outline.leads)
+        if not outline.take(lead, written[0] if written else -1):
+            return self._fork(opened, output)
+        if outline.barred:
             last = opened.start - 1  # fed again: the next token is sampled after it
             return self._scratch(opened, last, serial[last : opened.start], output)
-        if lead is not None and lead.text and not concludes(lead.text) and not repeats:
-            opened.items.append(Item(lead.text))
-            opened.barred = []
-            if len(opened.items) < min(self._most, self._left(len(opened.before)) // RESERVE):
-                marker = opened.form.marker(len(leads)).rstrip(" ")
-                rest = opened.form.shown(len(leads), lead.text)[len(marker) :]
-                known = self._encode(rest) + self._next_marker(opened)
-                begin, opened.start = opened.start, opened.start + len(known)
-                if self._left(begin) > len(known) + MAX_LEAD_TOKENS:
-                    return self._scratch(opened, begin, known, output)
+        marker = outline.form.marker(number).rstrip(" ")
+        rest = outline.form.shown(number, outline.leads[-1])[len(marker) :]
+        known = self._encode(rest) + self._next_marker(opened)
+        begin, opened.start = opened.start, opened.start + len(known)
+        if self._left(begin) > len(known) + MAX_LEAD_TOKENS:
+            return self._scratch(opened, begin, known, output)
         return self._fork(opened, output)
 
     def _until_lead(self, text: str, serial: Sequence[int]) -> int:
@@ -247,12 +246,12 @@ class Lists(Controller):
 
     def _next_marker(self, opened: OpenList) -> list[int]:
         """Return the tokens between two leads: a space at the end of the marker belongs to the lead."""
-        return self._encode(opened.form.separator + opened.form.marker(len(opened.items)).rstrip(" "))
+        return self._encode(opened.form.separator + opened.form.marker(len(opened.outline.leads)).rstrip(" "))
 
     def _scratch(self, opened: OpenList, size: int, known: Sequence[int], output: RequestOutput) -> RowGuidance:
         """Feed known text behind the first `size` serial tokens, and let the model write a lead behind it."""
         allowed = ((IN_LINE >> self._classes.kind.astype(np.int32)) & 1 > 0) & ~self._classes.marker
-        allowed[opened.barred] = False
+        allowed[opened.outline.barred] = False
         mask = token_bits(allowed, -(-allowed.size // 32))
         guidance = RowGuidance({0: [mask]}, {0: CLAUSE_WORDS}, {0: MARKS}, serial=SCRATCH)
         return self._resumed(guidance, size, output, known)
@@ -261,27 +260,24 @@ class Lists(Controller):
 
     def _fork(self, opened: OpenList, output: RequestOutput) -> RowGuidance:
         """Begin a branch for each item; a list that should not fork goes on serially."""
-        form, before = opened.form, self._codec.decode(opened.before)
-        leads = [item.lead for item in opened.items]
-        for number, item in enumerate(opened.items):
-            item.head = self._encode(form.item(number, item.lead))
-            item.shown = item.head
-        too_long = any(len(item.head) > self._config.longest_head for item in opened.items)
-        few = len(opened.items) < min(MIN_ITEMS, self._most)
+        form, leads, before = opened.form, opened.outline.leads, self._codec.decode(opened.before)
+        heads = [self._encode(form.item(number, lead)) for number, lead in enumerate(leads)]
+        opened.items = [Item(lead, head, shown=head) for lead, head in zip(leads, heads, strict=True)]
+        too_long = max(map(len, heads)) > self._config.longest_head
+        few = len(leads) < min(MIN_ITEMS, self._most)
         if few or too_long or fork_refusal(self._request.messages, form, leads, before=before):
             self._list = None
             self._detector.pass_over(form)
             return self._resumed(self._text(), len(opened.before), output, opened.first)
-        heads = {number: item.head for number, item in enumerate(opened.items, 1)}
-        sizes = [len(head) for head in heads.values()]
+        known, sizes = dict(enumerate(heads, 1)), list(map(len, heads))
         guidance = RowGuidance(
             {0: ()},
-            stops=dict.fromkeys(heads, 1 << LINE_START | 1 << END),
-            known_tokens=heads,
+            stops=dict.fromkeys(known, 1 << LINE_START | 1 << END),
+            known_tokens=known,
             counted=False,
             leads=sizes,
             serial=text_rule(forks=False),
-            branches=len(heads),
+            branches=len(known),
         )
         guidance = self._resumed(guidance, len(opened.before), output)
         return replace(guidance, spent=guidance.spent + sum(sizes))
@@ -344,8 +340,7 @@ class Lists(Controller):
         guidance = replace(self._text(), check=check)
         if begin + 1 == len(serial) and serial[begin] == joined[begin]:
             return guidance
-        first = replace(guidance, known_tokens={0: joined[begin : begin + 1]}, counted=False)
-        return self._resumed(first, len(opened.before) + begin, output, pending=1)
+        return self._resumed(guidance, len(opened.before) + begin, output, joined[begin : begin + 1])
 
     def _read_check(self, opened: OpenList, serial: Sequence[int]) -> int:
         """Count the items that have been fed in reading order; return the tokens of the joined list that have been."""
@@ -402,7 +397,7 @@ class Lists(Controller):
     def _with_list(self, opened: OpenList) -> tuple[list[ItemIds], frozenset[int]]:
         """Return the items of an answer whose last one is a list under way, and the numbers of unchecked branches."""
         before = SerialIds(opened.before[self._after :])
-        if not opened.items[-1].head:
+        if not opened.items:
             return [*self._items, before], frozenset()
         ids = [item.final if number < opened.checked else item.shown for number, item in enumerate(opened.items)]
         growing = frozenset(range(opened.checked + 1, len(opened.items) + 1))
@@ -422,15 +417,17 @@ class Lists(Controller):
         return min(self._request.budget, self._request.params.max_content_tokens or self._request.budget) - size
 
     def _resumed(
-        self, guidance: RowGuidance, size: int, output: RequestOutput, text: Sequence[int] = (), pending: int = 0
+        self, guidance: RowGuidance, size: int, output: RequestOutput, text: Sequence[int] = ()
     ) -> RowGuidance:
-        """Return decisions that go on behind the first `size` serial tokens, with known text or pending tokens."""
+        """Return decisions that go on behind the first `size` serial tokens, with known text."""
         budget, params = self._request.budget, self._request.params
-        used = size + len(text) + pending
+        used, queued = size + len(text), bool(text) and not guidance.finish and len(text) <= self._config.max_queued
+        if queued:  # in the next step, without a call of its own
+            guidance = replace(guidance, known_tokens={0: text}, counted=False)
         return replace(
             guidance,
             resume_at=self._base + size,
-            text=text,
+            text=() if queued else text,
             spent=output.tokens_left - (budget - used),
             content=output.content_left - ((params.max_content_tokens or budget) - used),
         )

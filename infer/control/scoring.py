@@ -1,11 +1,11 @@
 """Controller of requests whose answer is log probabilities of known branches (protocol, section 5).
 
-T tokens of a program, L tokens that get logits, R log probabilities that are read.
+B rows, T tokens of a program, L tokens that get logits, R log probabilities that are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,8 @@ class KnownTokens:
 
     Attributes:
         size: number of tokens.
-        place: index of each token in its pack, int32 [size].
+        tokens, offset, branch, place: see `ScoreInputs`, int32 [size]; a pack begins at place 0.
+        read_at, read_id: index of the token after which each log probability is read, and its token id.
     """
 
     def __init__(self, branches: Sequence[ScoredBranch], room: int) -> None:
@@ -40,43 +41,47 @@ class KnownTokens:
             number, used = number + 1, used + size
             numbers.append(number)
         self.size, firsts = sum(sizes), np.cumsum([0, *sizes[:-1]])
-        self._tokens = np.concatenate([branch.tokens for branch in branches])
-        self._offset = np.arange(self.size) - np.repeat(firsts, sizes)
-        self._branch = np.repeat(numbers, sizes)
-        self.place = np.repeat(starts, sizes) + self._offset
+        self.tokens = np.concatenate([branch.tokens for branch in branches])
+        self.offset = np.arange(self.size) - np.repeat(firsts, sizes)
+        self.branch, self.place = np.repeat(numbers, sizes), np.repeat(starts, sizes) + self.offset
         places = [first + np.asarray(branch.places, int) for first, branch in zip(firsts, branches, strict=True)]
-        self._read_at, self._read_id = np.concatenate(places), np.concatenate([of.ids for of in branches]).astype(int)
+        self.read_at, self.read_id = np.concatenate(places), np.concatenate([of.ids for of in branches]).astype(int)
 
     def left(self, start: int) -> int:
         """Return the number of tokens from `start` to the end of its pack."""
         return int(np.append(np.flatnonzero(self.place[start + 1 :] == 0), self.size - start - 1)[0]) + 1
 
-    def inputs(self, row: int, start: int, size: int, bucket: Bucket) -> ScoreInputs:
-        """Return the inputs of a program for at most `size` tokens from `start` on, as many as it can read."""
-        lanes, (first, last) = max_lanes(bucket), np.searchsorted(self._read_at, [start, start + size])
-        at = self._read_at[first:last] - start
-        used = np.unique(at)
-        if used.size > lanes or at.size > MAX_READS:
-            size = min([*used[lanes : lanes + 1], *at[MAX_READS : MAX_READS + 1]])
-            at, used = at[at < size], used[used < size]
-        own = slice(start, start + size)
 
-        def padded(values: np.ndarray, length: int) -> np.ndarray:
-            return np.pad(values, (0, length - values.size)).astype(np.int32)
+def score_inputs(
+    parts: Mapping[int, tuple[KnownTokens, int, int]], batch: int, bucket: Bucket
+) -> tuple[ScoreInputs, dict[int, tuple[int, int]]]:
+    """Return the inputs of a program, and the numbers of tokens and log probabilities of each row in them.
 
-        arrays: dict[str, Any] = {
-            "row": np.int32(row),
-            "kept": np.int32(self.place[start]),
-            "size": np.int32(size),
-            "tokens": padded(self._tokens[own], bucket.tokens),
-            "offset": padded(self._offset[own], bucket.tokens),
-            "branch": padded(self._branch[own], bucket.tokens),
-            "lanes": padded(used, lanes),
-            "reads": np.int32(at.size),
-            "read_lane": padded(np.searchsorted(used, at), MAX_READS),
-            "read_id": padded(self._read_id[first : first + at.size], MAX_READS),
-        }
-        return ScoreInputs(**arrays)
+    Args:
+        parts: known tokens, the index of the first and the number of tokens to feed, by row; the bucket holds them all.
+            A row feeds fewer where the program cannot read more.
+        batch: B.
+        bucket: sizes of the program.
+    """
+    lanes, fed = max_lanes(bucket), {}
+    arrays: Any = [np.zeros(size, np.int32) for size in (*[bucket.tokens] * 5, lanes, MAX_READS, MAX_READS)]
+    made: Any = ScoreInputs(arrays[0] + batch, *arrays[1:])
+    token = lane = read = 0
+    for row, (known, start, size) in sorted(parts.items()):
+        first = np.searchsorted(known.read_at, start)
+        at = known.read_at[first : np.searchsorted(known.read_at, start + size)] - start
+        size = min([size, *np.unique(at)[lanes - lane :][:1], *at[MAX_READS - read :][:1]])
+        at = at[at < size]
+        used, index = np.unique(at, return_inverse=True)
+        made.row[token : token + size] = row
+        for name in ("place", "tokens", "offset", "branch"):
+            getattr(made, name)[token : token + size] = getattr(known, name)[start : start + size]
+        made.lanes[lane : lane + used.size] = token + used
+        made.read_lane[read : read + at.size] = lane + index
+        made.read_id[read : read + at.size] = known.read_id[first : first + at.size]
+        fed[row] = int(size), at.size
+        token, lane, read = token + size, lane + used.size, read + at.size
+    return made, fed
 
 
 class Scoring(Controller):

@@ -1,6 +1,6 @@
 """Log probabilities of known branches: a program feeds their tokens and reads given next tokens (protocol, section 5).
 
-T tokens of a program, L tokens that get logits, R log probabilities that are read.
+B rows, T tokens of a program, L tokens that get logits, R log probabilities that are read.
 """
 
 from __future__ import annotations
@@ -23,26 +23,22 @@ MAX_READS = 512  # R
 
 
 class ScoreInputs(NamedTuple):
-    """Inputs of a program.
+    """Inputs of a program: parts of the branches of rows, that of the lowest row first.
 
     Attributes:
-        row: index of the row.
-        kept: slots behind the prompt that the row keeps; what it holds behind them is dropped.
-        size: number of tokens; the rest of T is padding.
+        row: row of each token; B: unused.
+        place: index of its slot behind the prompt of the row; what the row holds from there on is dropped.
         tokens, offset, branch: token ids, their indices in their branches, and the numbers of the branches, from 1.
         lanes: indices of the tokens that get logits.
-        reads: number of log probabilities; the rest of R is padding.
-        read_lane, read_id: lane and token id of each.
+        read_lane, read_id: lane and token id of each log probability.
     """
 
-    row: Int32[Array, ""]
-    kept: Int32[Array, ""]
-    size: Int32[Array, ""]
+    row: Int32[Array, " T"]
+    place: Int32[Array, " T"]
     tokens: Int32[Array, " T"]
     offset: Int32[Array, " T"]
     branch: Int32[Array, " T"]
     lanes: Int32[Array, " L"]
-    reads: Int32[Array, ""]
     read_lane: Int32[Array, " R"]
     read_id: Int32[Array, " R"]
 
@@ -56,7 +52,7 @@ def max_lanes(bucket: Bucket) -> int:
 def score(
     params: Any, state: DecodeState, packed: Packed[ScoreInputs], config: EngineConfig, bucket: Bucket
 ) -> tuple[DecodeState, jax.Array]:
-    """Feed tokens of branches behind the prompt of a row, and read log probabilities.
+    """Feed tokens of branches behind the prompts of rows, and read log probabilities.
 
     The branches of a pack are a block that follows what the row holds; they do not see each other.
 
@@ -64,20 +60,22 @@ def score(
         The state, of which only the cache changes, and the log probabilities, float32 [R].
     """
     inputs = packed.unpack()
-    cursor, cache, row = state.sequence.cursor, state.cache, inputs.row
-    (batch, capacity), number = cache.tokens.shape, jnp.arange(bucket.tokens)
-    real, first = number < inputs.size, cursor.prompt_length[row] + inputs.kept
-    kept = jnp.where(jnp.arange(capacity) < first, cache.layout.sequence[row], 0)
-    layout = cache.layout._replace(sequence=cache.layout.sequence.at[row].set(kept))
-    cache = cache._replace(layout=layout, length=cache.length.at[row].set(first))
-    own = Layout(cursor.position[row] + inputs.offset, jnp.int32(1), cursor.block[row] + 1, inputs.branch)
+    cursor, cache = state.sequence.cursor, state.cache
+    (batch, capacity), real = cache.tokens.shape, inputs.row < state.cache.tokens.shape[0]
+    own = jnp.minimum(inputs.row, batch - 1)
+    slot = jnp.where(real, cursor.prompt_length[own] + inputs.place, capacity)
+    first = jnp.full(batch, capacity).at[inputs.row].min(slot, mode="drop")
+    kept = jnp.where(jnp.arange(capacity) < first[:, None], cache.layout.sequence, 0)
+    length = jnp.where(first < capacity, first, cache.length)
+    cache = cache._replace(layout=cache.layout._replace(sequence=kept), length=length)
+    layout = Layout(cursor.position[own] + inputs.offset, jnp.int32(1), cursor.block[own] + 1, inputs.branch)
     tokens = TokenBatch(
         tokens=inputs.tokens,
-        layout=Layout(*(jnp.where(real, field, 0) for field in own)),
-        row=jnp.where(real, row, batch),
-        slot=jnp.where(real, first + number, capacity),
-        kind=jnp.full_like(number, OTHER),
-        adapter=jnp.broadcast_to(state.request.adapter[row], number.shape),
+        layout=Layout(*(jnp.where(real, field, 0) for field in layout)),
+        row=inputs.row,
+        slot=slot,
+        kind=jnp.full_like(slot, OTHER),
+        adapter=state.request.adapter[own],
         logits_at=inputs.lanes,
     )
     hidden, cache = forward(params, state._replace(cache=cache), config, tokens, bucket)

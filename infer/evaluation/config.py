@@ -14,7 +14,6 @@ from infer.request import PARAMETERS, Mode, SamplingParams
 MAX_LENGTH = 4096  # default of `decoding.max_length`
 
 Role = Literal["ori", "seq", "aspd"]
-Kind = Literal["chat", "synthetic", "synthetic-long"]
 
 
 @dataclass(frozen=True)
@@ -52,32 +51,20 @@ class BenchmarkSection:
     """Questions of a benchmark.
 
     Attributes:
-        file: JSONL file of questions; empty for the synthetic kinds.
-        kind: `chat` (FastChat's question files), `synthetic` (held-out problems of the project's tasks),
-            `synthetic-long` (those with long parts).
-        references: FastChat's model_answer file with reference answers for the same question ids; empty: none.
+        file: JSONL file of questions, FastChat's form.
         suitable: CSV file of Skeleton-of-Thought, with `label;request` in each row: 1 if a question is suitable for
             parallel parts, else 0; empty: none.
-        limit: maximum number of questions, spread evenly over the categories; 0: all (240 for the synthetic kinds).
+        limit: maximum number of questions, spread evenly over the categories; 0: all.
     """
 
     file: str = ""
-    kind: Kind = "chat"
-    references: str = ""
     suitable: str = ""
     limit: int = 0
 
     def __post_init__(self) -> None:
-        check_choice("benchmarks.*.kind", self.kind, Kind)
         at_least("benchmarks.*.limit", self.limit, 0)
-        if bool(self.file) == self.synthetic:
-            expected = "no file, because the kind is synthetic" if self.synthetic else "a file of questions"
-            raise ConfigError(f"benchmarks.*.file: expected {expected}, got {self.file!r}")
-
-    @property
-    def synthetic(self) -> bool:
-        """Return whether the questions are generated."""
-        return self.kind in ("synthetic", "synthetic-long")
+        if not self.file:
+            raise ConfigError("benchmarks.*.file: expected a file of questions, got none")
 
 
 def _sampling_keys() -> list[tuple[str, type, Any]]:
@@ -160,14 +147,12 @@ class EvalConfig:
 
     Attributes:
         models, benchmarks: sections by their name in the report.
-        likelihood: whether to measure the likelihood of the references under every model.
     """
 
     models: dict[str, ModelSection] = field(default_factory=dict)
     benchmarks: dict[str, BenchmarkSection] = field(default_factory=dict)
     decoding: DecodingSection = field(default_factory=DecodingSection)
     speed: SpeedSection = field(default_factory=SpeedSection)
-    likelihood: bool = True
 
     def __post_init__(self) -> None:
         for what, named in (("models", self.models), ("benchmarks", self.benchmarks)):

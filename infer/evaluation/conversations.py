@@ -16,7 +16,9 @@ from aspd_jax.errors import AspdError
 from aspd_jax.files import Log, write_whole
 from aspd_jax.progress import Bar
 from aspd_jax.structure import to_json
+from infer import decisions
 from infer.answers.answer import Result
+from infer.decisions import Asked, Decision
 from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, System
 from infer.evaluation.health import health
@@ -25,6 +27,7 @@ from infer.offline.journal import append, read_journal
 from infer.request import Mode
 from infer.scheduling.handle import Handle
 
+WHICH = "Which answer is right?"
 STEPS = 256  # engine steps between two checks for finished answers
 
 
@@ -33,8 +36,9 @@ def answer_questions(
 ) -> list[dict[str, Any]]:
     """Answer all questions that the file does not hold yet, and return the records of all questions in order.
 
-    A record has `question_id`, `category`, `turns` (see `turn_record`), `correct` (None without a reference), and
-    `error` if a turn could not be submitted; this and the following turns are then missing.
+    A record has `question_id`, `category`, `turns` (see `turn_record`), and `error` if a turn could not be submitted;
+    this and the following turns are then missing. A question with options is a decision: its record has no turns, but
+    `probabilities` of the options, and `correct`.
     """
     done = {record["question_id"]: record for record in read_journal(file)}
     waiting = [(place, q) for place, q in enumerate(questions) if q.id not in done][::-1]
@@ -66,6 +70,8 @@ class _Conversation:
         self._turns: list[dict[str, Any]] = []
         self._error: str | None = None
         self._handle: Handle | None = None
+        self._asked: Asked | None = None
+        self._decision: Decision | None = None
         self.over = False
         self._ask()
 
@@ -73,6 +79,11 @@ class _Conversation:
         """Collect a finished answer and submit the next turn; return whether the conversation has ended."""
         if self._handle is not None and self._handle.result is not None:
             result = self._handle.result
+            if self._asked is not None:
+                (self._decision,) = self._engine.read_decisions(self._asked, [result.scores])
+                self._handle = None
+                self.over = True
+                return True
             before = [message["content"] for message in self._messages]
             self._turns.append(turn_record(self._engine, result, before))
             self._messages.append({"role": "assistant", "content": result.text, "token_ids": result.token_ids})
@@ -83,20 +94,27 @@ class _Conversation:
         return self.over
 
     def record(self) -> dict[str, Any]:
-        question, whole = self._question, len(self._turns) == len(self._question.turns)
-        last = self._turns[-1]["text"] if whole else ""
-        correct = last.strip() == question.references[-1].strip() if question.exact else None
-        return {
+        question = self._question
+        decided: dict[str, Any] = {}
+        if self._decision is not None:
+            correct = question.options[self._decision.best] == question.right
+            decided = {"probabilities": self._decision.probabilities, "correct": correct}
+        record = {
             "question_id": question.id,
             "category": question.category,
             "turns": self._turns,
-            "correct": correct,
             "forks": question.forks,
-        } | ({} if self._error is None else {"error": self._error})
+        }
+        return decided | record | ({} if self._error is None else {"error": self._error})
 
     def _ask(self) -> None:
         self._messages.append({"role": "user", "content": self._question.turns[len(self._turns)]})
         try:
+            if self._question.options:
+                asked = decisions.Question("choice", WHICH, tuple(map(decisions.Option, self._question.options)))
+                self._asked = self._engine.ask(self._messages, [asked])
+                self._handle = self._engine.submit_checked(self._asked.asked[0].request)
+                return
             self._handle = self._engine.submit(self._messages, self._params, self._mode)
         except AspdError as error:
             self._error = str(error)

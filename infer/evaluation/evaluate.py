@@ -1,4 +1,4 @@
-"""Run of an evaluation: answers, speed and likelihood of every system on every benchmark. A run can be resumed."""
+"""Run of an evaluation: answers and speed of every system on every benchmark. A run can be resumed."""
 
 from __future__ import annotations
 
@@ -16,22 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from aspd_jax.configuration import config_from_dict
-from aspd_jax.errors import AspdError, CheckpointError, ConfigError
-from aspd_jax.files import Log, write_whole
+from aspd_jax.errors import CheckpointError, ConfigError
+from aspd_jax.files import write_whole
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
-from aspd_jax.layout import Layout
-from aspd_jax.likelihood import CHUNK, token_losses
-from aspd_jax.progress import Bar
-from aspd_jax.sizes import next_power
 from infer.engine import Engine
 from infer.evaluation.config import EvalConfig, ModelSection
 from infer.evaluation.conversations import answer_questions, write_model_answers
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import time_questions
-from infer.offline.journal import append, read_journal
 
 PACKAGES = ("aspd-jax", "jax", "jaxlib", "flax", "transformers", "tokenizers", "numpy", "scipy")
 
@@ -39,7 +33,7 @@ PACKAGES = ("aspd-jax", "jax", "jaxlib", "flax", "transformers", "tokenizers", "
 def run(
     config: EvalConfig, questions: Mapping[str, Sequence[Question]], output: Path, left_out: Sequence[str] = ()
 ) -> None:
-    """Answer, time and score all questions whose results the output folder does not hold yet.
+    """Answer and time all questions whose results the output folder does not hold yet.
 
     Args:
         config: configuration of the evaluation.
@@ -66,12 +60,9 @@ def run(
             engine = Engine(lm, config.decoding.length(lm.context_length), max_batch=1)
             for system, bench in todo:
                 time_questions(
-                    engine, system, questions[bench], config.decoding, config.speed,
+                    engine, system, [q for q in questions[bench] if not q.options], config.decoding, config.speed,
                     speed_file(output, bench, system.name), f"{system.name}: {bench}, speed",
                 )  # fmt: skip
-        if config.likelihood:
-            for bench in questions:
-                _likelihood(lm, engine, questions[bench], output / "likelihood" / bench / f"{name}.jsonl")
 
 
 def load(section: ModelSection) -> LanguageModel:
@@ -183,37 +174,3 @@ def _commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return process.stdout.strip()
-
-
-def _likelihood(lm: LanguageModel, engine: Engine, questions: Sequence[Question], file: Path) -> None:
-    """Measure the likelihood of the first reference of every question in nats per token and bits per byte."""
-    done = {record["question_id"] for record in read_journal(file)}
-    todo = [question for question in questions if question.references and question.id not in done]
-    if not todo:
-        return
-    with Log(file) as log:
-        for question in Bar(todo, desc="likelihood of references", unit="reference"):
-            try:
-                prompt = engine.encode([{"role": "user", "content": question.turns[0]}])
-                answer = lm.codec.text.encode_normalised(question.references[0])
-            except AspdError:
-                continue
-            ids = [*prompt, *answer]
-            if not answer or len(ids) > engine.max_length:
-                continue
-            size = max(CHUNK, next_power(len(ids)))
-            tokens = np.zeros((1, size), np.int32)
-            tokens[0, : len(ids)] = ids
-            used = (np.arange(size) < len(ids)).astype(np.int32)[None]
-            layout = Layout(np.arange(size, dtype=np.int32)[None] * used, used, 0 * used, 0 * used)
-            losses = np.asarray(token_losses(lm.model, lm.params, tokens, layout))[0, len(prompt) : len(ids)]
-            size_bytes = len(question.references[0].encode())
-            append(
-                log,
-                {
-                    "question_id": question.id,
-                    "category": question.category,
-                    "nats_per_token": float(losses.mean()),
-                    "bits_per_byte": float(losses.sum() / np.log(2) / size_bytes),
-                },
-            )

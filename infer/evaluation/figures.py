@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +18,6 @@ from infer.evaluation.questions import Question
 from infer.evaluation.speed import total
 from infer.offline.journal import read_journal
 
-RATIO = "content tokens/s, ratio"
 QUANTILES = (0.1, 0.5, 0.9, 1.0)
 Record = dict[str, Any]
 
@@ -32,11 +31,10 @@ def figures(config: EvalConfig, questions: dict[str, Sequence[Question]], folder
             order = [question.id for question in asked]
             answers[system.name] = _in_order(read_journal(answers_file(folder, bench, system.name)), order)
             timed[system.name] = _in_order(read_journal(speed_file(folder, bench, system.name)), order)
-        likely = {name: read_journal(folder / "likelihood" / bench / f"{name}.jsonl") for name in config.models}
         categories = list(dict.fromkeys(question.category for question in asked))
         systems = {}
         for system in config.systems:
-            records = (answers[system.name], timed[system.name], likely[system.model])
+            records = (answers[system.name], timed[system.name])
             systems[system.name] = {
                 "model": system.model,
                 "mode": system.mode,
@@ -48,7 +46,7 @@ def figures(config: EvalConfig, questions: dict[str, Sequence[Question]], folder
             "questions": len(asked),
             "turns": sum(len(question.turns) for question in asked),
             "systems": systems,
-            "comparisons": _comparisons(config, answers, timed),
+            "comparisons": _comparisons(config, timed),
         }
     return results
 
@@ -84,15 +82,11 @@ def _only(records: Sequence[Record], category: str) -> list[Record]:
     return [record for record in records if record["category"] == category]
 
 
-def _summary(answers: Sequence[Record], timed: Sequence[Record], likely: Sequence[Record]) -> dict[str, Any]:
+def _summary(answers: Sequence[Record], timed: Sequence[Record]) -> dict[str, Any]:
     turns = [turn for record in answers for turn in record["turns"]]
-    graded = [record["correct"] for record in answers if record["correct"] is not None]
     return {
-        "answers": len(turns),
+        "answers": len(turns) + sum("probabilities" in record for record in answers),
         "errors": sum("error" in record for record in answers),
-        "correct": interval([float(right) for right in graded])._asdict() if graded else None,
-        "nats_per_token": interval([r["nats_per_token"] for r in likely])._asdict() if likely else None,
-        "bits_per_byte": interval([r["bits_per_byte"] for r in likely])._asdict() if likely else None,
         "structure": _structure(answers, turns),
         "speed": _speed(timed),
     }
@@ -102,7 +96,6 @@ def _structure(answers: Sequence[Record], turns: Sequence[Record]) -> dict[str, 
     health = [turn["health"] for turn in turns]
     forked = [measures for measures in health if measures["forked"]]
     blocks = [size for measures in health for size in measures["branches"]]
-    repeated = [measures["repeated"] for measures in forked if measures["repeated"] is not None]
     known = [record for record in answers if record["forks"] is not None and record["turns"]]
     chains = [record["turns"][0]["health"]["forked"] for record in known if not record["forks"]]
     parallel = [record["turns"][0]["health"]["forked"] for record in known if record["forks"]]
@@ -118,12 +111,6 @@ def _structure(answers: Sequence[Record], turns: Sequence[Record]) -> dict[str, 
         "blocks": len(blocks),
         "branches_per_block": float(np.mean(blocks)) if blocks else None,
         "dependent_blocks": sum(measures["dependent"] for measures in health),
-        "numbered": sum(measures["numbered"] for measures in health),
-        "misnumbered": sum(measures["misnumbered"] for measures in health),
-        "joined": sum(measures.get("joined", 0) for measures in health),
-        "mixed": sum(measures.get("mixed", 0) for measures in health),
-        "overrun": sum(measures.get("overrun", 0) for measures in health),
-        "repeated": float(np.mean(repeated)) if repeated else None,
         "wrongly_forked": _share(chains),
         "rightly_forked": _share(parallel),
         "degree_of_parallelism": in_branches / tokens if tokens else None,
@@ -184,29 +171,23 @@ def _relative_spread(runs: Sequence[dict[str, float]]) -> float:
     return (max(times) - min(times)) / median(times)
 
 
-def _comparisons(
-    config: EvalConfig, answers: dict[str, list[Record]], timed: dict[str, list[Record]]
-) -> list[dict[str, Any]]:
-    """Compare every system in adaptive mode with every other system, paired by question."""
-    measures: dict[str, Callable[[str], dict[Any, float]]] = {
-        "right answers": lambda name: {
-            record["question_id"]: float(record["correct"]) for record in answers[name] if record["correct"] is not None
-        },
-        RATIO: lambda name: {
-            record["question_id"]: float(np.log(_rate(record))) for record in timed[name] if _rate(record) > 0
-        },
+def _comparisons(config: EvalConfig, timed: dict[str, list[Record]]) -> list[dict[str, Any]]:
+    """Return the ratio of content tokens per second of every system in adaptive mode to every other system.
+
+    Questions are paired. Ratios are averaged as logarithms, which treat 2 and 1/2 alike.
+    """
+    rates = {
+        name: {record["question_id"]: float(np.log(_rate(record))) for record in records if _rate(record) > 0}
+        for name, records in timed.items()
     }
     comparisons = []
     for ours in [system.name for system in config.systems if system.mode == "adaptive"]:
         for theirs in [system.name for system in config.systems if system.name != ours]:
-            for name, measure in measures.items():
-                values, other_values = measure(ours), measure(theirs)
-                both = [id for id in values if id in other_values]
-                if both:
-                    gap = difference([values[id] for id in both], [other_values[id] for id in both])._asdict()
-                    if name == RATIO:  # differences of logarithms treat ratios of 2 and 1/2 alike
-                        gap |= {key: float(np.exp(gap[key])) for key in ("mean", "low", "high")}
-                    comparisons.append({"ours": ours, "theirs": theirs, "what": name} | gap)
+            both = [id for id in rates[ours] if id in rates[theirs]]
+            if both:
+                gap = difference([rates[ours][id] for id in both], [rates[theirs][id] for id in both])._asdict()
+                gap |= {key: float(np.exp(gap[key])) for key in ("mean", "low", "high")}
+                comparisons.append({"ours": ours, "theirs": theirs} | gap)
     return comparisons
 
 

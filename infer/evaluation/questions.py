@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 from aspd_jax.errors import DataError
 from aspd_jax.jsonl import read_lines
-from aspd_jax.record_fields import ANSWERS, check_record
+from aspd_jax.record_fields import ANSWERS, CHOICES, check_record
 from infer.evaluation.config import BenchmarkSection
 
-READ = ("turns", "question", "problem", "prompt", "required_temperature", "reference", *ANSWERS)
+READ = ("turns", "question", "problem", "prompt", "required_temperature", "reference", *ANSWERS, *CHOICES)
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,19 @@ class Question:
         id: identifier in the file and in answers.
         category: category in the report.
         turns: messages of the user.
-        references: right answers, or reference answers, of the first turns; may be fewer than `turns`.
-        exact: whether the last answer is right if it equals the last reference; otherwise they are not compared.
         temperature: temperature that the file requires; None: none.
-        forks: whether the right answer has a block, or the question is suitable for one; None: unknown.
+        forks: whether the question is suitable for an answer with a block; None: unknown.
+        options: options of a multiple-choice question; empty: the answer is text.
+        right: the right option.
     """
 
     id: str | int
     category: str
     turns: tuple[str, ...]
-    references: tuple[str, ...] = ()
-    exact: bool = False
     temperature: float | None = None
     forks: bool | None = None
+    options: tuple[str, ...] = ()
+    right: str = ""
 
 
 def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Question]:
@@ -52,13 +53,12 @@ def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Quest
         DataError: a file cannot be read, or holds no question.
     """
     file = Path(section.file)
-    references = read_references(Path(section.references), left_out) if section.references else {}
     suitable = read_suitable(Path(section.suitable), left_out) if section.suitable else {}
     questions: dict[str | int, Question] = {}
     before = len(left_out)
     for number, record, reason in read_lines(file):
         try:
-            question = _question(_object(record, reason), number, references)
+            question = _question(_object(record, reason), number)
             if question.id in questions:
                 raise DataError(f"id: expected different ids, got {question.id!r} twice")
             questions[question.id] = replace(question, forks=suitable.get(question.turns[0], question.forks))
@@ -68,25 +68,6 @@ def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Quest
         first = f"; first error: {left_out[before]}" if len(left_out) > before else ""
         raise DataError(f"{file}: expected at least one question, got none{first}")
     return select_evenly(questions.values(), section.limit)
-
-
-def read_references(file: Path, left_out: list[str]) -> dict[str | int, tuple[str, ...]]:
-    """Read answers by question id from a file in FastChat's model_answer format.
-
-    Args:
-        file: JSONL file.
-        left_out: list to which file, line and reason are appended for each invalid line.
-    """
-    answers: dict[str | int, tuple[str, ...]] = {}
-    for number, record, reason in read_lines(file):
-        try:
-            answer = _object(record, reason)
-            answers[answer["question_id"]] = _texts(answer["choices"][0]["turns"])
-        except DataError as error:
-            left_out.append(f"{file}, line {number}: {error}")
-        except (KeyError, IndexError, TypeError):
-            left_out.append(f'{file}, line {number}: no "question_id" and "choices" with "turns"')
-    return answers
 
 
 def read_suitable(file: Path, left_out: list[str]) -> dict[str, bool]:
@@ -124,14 +105,6 @@ def _first(record: dict[str, Any], *names: str, default: Any = None) -> Any:
     return next((record[name] for name in names if record.get(name) is not None), default)
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    """Return answers as texts from one text or number, or a list of them."""
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(item, (str, int, float)) for item in values):
-        raise DataError(f"answer: expected a text or a number, got {value!r:.60}.")
-    return tuple(map(str, values))
-
-
 def select_evenly(questions: Iterable[Question], limit: int) -> list[Question]:
     """Select at most `limit` questions, evenly over the categories and in their order; 0: all."""
     candidates = list(questions)
@@ -146,14 +119,13 @@ def select_evenly(questions: Iterable[Question], limit: int) -> list[Question]:
     return [candidates[place] for place in sorted(place for _, _, place in in_turn[:limit])]
 
 
-def _question(record: dict[str, Any], number: int, references: dict[str | int, tuple[str, ...]]) -> Question:
+def _question(record: dict[str, Any], number: int) -> Question:
     id = _first(record, "question_id", "id", "unique_id", default=number)
     if not isinstance(id, (str, int)):
         raise DataError(f'"question_id": expected a string or a number, got {id!r:.60}.')
     turns = _turns(record)
     check_record(record, READ, turns)
-    reference = _first(record, "reference", "answer", "solution")
-    answers = () if reference is None else _texts(reference)
+    options = _options(record, turns)
     temperature = record.get("required_temperature")
     if temperature is not None and not (isinstance(temperature, (int, float)) and 0 <= temperature < inf):
         raise DataError(f'"required_temperature": expected a number from 0, got {temperature!r:.60}.')
@@ -161,9 +133,33 @@ def _question(record: dict[str, Any], number: int, references: dict[str | int, t
         id=id,
         category=str(record.get("category") or record.get("subject") or "all"),
         turns=turns,
-        references=references.get(id, answers),
+        right=_option(_first(record, "answer", "reference", "solution"), options) if options else "",
         temperature=temperature,
+        options=options,
     )
+
+
+def _options(record: dict[str, Any], turns: Sequence[str]) -> tuple[str, ...]:
+    """Return the options of a multiple-choice question; empty: it is none."""
+    listed = _first(record, *CHOICES)
+    if listed is None:
+        return ()
+    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed) or len(set(listed)) < 2:
+        raise DataError(f'"choices": expected a list of at least two strings, got {listed!r:.60}.')
+    if len(set(listed)) < len(listed) or len(listed) > len(ascii_uppercase) or len(turns) > 1:
+        raise DataError(f'"choices": expected at most {len(ascii_uppercase)} different ones, and one turn, got others.')
+    return tuple(listed)
+
+
+def _option(answer: Any, options: Sequence[str]) -> str:
+    """Return the right option from its text, its index or its letter."""
+    places: dict[str | int, str] = dict(enumerate(options))
+    places |= zip(ascii_uppercase, options, strict=False)
+    if isinstance(answer, str) and answer in options:
+        return answer
+    if isinstance(answer, bool) or not isinstance(answer, (str, int)) or answer not in places:
+        raise DataError(f'"answer": expected the text, the index or the letter of a choice, got {answer!r:.60}.')
+    return places[answer]
 
 
 def _turns(record: dict[str, Any]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from aspd_jax.files import write_whole
 from infer.evaluation.config import EvalConfig
-from infer.evaluation.figures import RATIO, figures, list_pairs
+from infer.evaluation.figures import figures, list_pairs
 from infer.evaluation.lists import ListPair, lists_lines
 from infer.evaluation.questions import Question
 
@@ -37,15 +37,18 @@ def markdown(
     lines = ["# Evaluation", ""]
     lines += _setting(config, environment)
     for bench, result in results.items():
-        section = config.benchmarks[bench]
-        lines += [f"## {bench}", "", f"{result['questions']} questions, {result['turns']} turns ({section.kind}).", ""]
+        lines += [f"## {bench}", "", f"{result['questions']} questions, {result['turns']} turns.", ""]
         systems = result["systems"]
-        lines += ["### Quality", ""] + _quality_table({name: s["all"] for name, s in systems.items()}) + [""]
-        lines += _comparison_table(result["comparisons"])
+        decided = {name: s["all"] for name, s in systems.items() if s["all"]["decisions"]}
+        if decided:
+            rows = [
+                [name, str(s["decisions"]), _around(s["right"], "{:.1f}", 100, " %")] for name, s in decided.items()
+            ]
+            lines += ["### Decisions", "", *_table(["system", "decisions", "right"], rows), ""]
         speeds = {name: s["all"]["speed"] for name, s in systems.items() if s["all"]["speed"]}
         if speeds:
-            lines += ["### Speed", ""] + _speed_table(speeds) + [""]
-        lines += ["### Structure", ""] + _structure_table({n: s["all"]["structure"] for n, s in systems.items()}) + [""]
+            lines += ["### Speed", ""] + _speed_table(speeds) + [""] + _comparison_table(result["comparisons"])
+        lines += ["### Structure", ""] + _structure_table({name: s["all"] for name, s in systems.items()}) + [""]
         for name, answers in pairs[bench].items():
             if any(pair.adaptive["stats"]["blocks"] for pair in answers):
                 lines += [f"### Lists of {name}", "", *lists_lines(answers), ""]
@@ -68,27 +71,11 @@ def _setting(config: EvalConfig, environment: dict[str, Any]) -> list[str]:
         "",
         f"{environment['devices']} ({environment['processor']}, {environment['cores']} cores), jax "
         f"{environment['versions']['jax']}. Decoding: {how}, at most {d.max_new_tokens} new tokens, seed {d.seed}. "
-        f"Quality: batches of {d.batch}. Speed: batch 1, no other requests, prefill included, medians of {s.repeats} "
+        f"Answers: batches of {d.batch}. Speed: batch 1, no other requests, prefill included, medians of {s.repeats} "
         "runs after one that compiles; serial mode decodes the same content with the same weights. Tags, titles and "
         "heads are not content. Intervals: 95 %, bootstrap over questions; p: permutation test of paired differences.",
         "",
     ]
-
-
-def _quality_table(systems: dict[str, Any]) -> list[str]:
-    graded = any(s["correct"] for s in systems.values())
-    likely = any(s["bits_per_byte"] for s in systems.values())
-    head = ["system", "answers", "errors"]
-    head += ["right"] if graded else []
-    head += ["reference, bits per byte", "nats per token"] if likely else []
-    rows = []
-    for name, s in systems.items():
-        cells = [name, str(s["answers"]), str(s["errors"])]
-        cells += [_around(s["correct"], "{:.1f}", 100, " %")] if graded else []
-        if likely:
-            cells += [_around(s["bits_per_byte"], "{:.3f}"), _around(s["nats_per_token"], "{:.3f}")]
-        rows.append(cells)
-    return _table(head, rows)
 
 
 def _comparison_table(comparisons: Sequence[dict[str, Any]]) -> list[str]:
@@ -96,11 +83,9 @@ def _comparison_table(comparisons: Sequence[dict[str, Any]]) -> list[str]:
         return []
     rows = []
     for c in comparisons:
-        form = "{:.2f}x" if c["what"] == RATIO else "{:+.3f}"
-        mean, low, high = (form.format(c[key]) for key in ("mean", "low", "high"))
-        mean = f"{mean} [{low}, {high}]"
-        rows.append([c["ours"], c["theirs"], c["what"], str(c["values"]), mean, f"{c['p']:.4f}"])
-    return [*_table(["system", "against", "what", "questions", "mean difference, or ratio", "p"], rows), ""]
+        ratio = f"{c['mean']:.2f}x [{c['low']:.2f}x, {c['high']:.2f}x]"
+        rows.append([c["ours"], c["theirs"], str(c["values"]), ratio, f"{c['p']:.4f}"])
+    return [*_table(["system", "against", "questions", "content tokens/s, ratio", "p"], rows), ""]
 
 
 def _speed_table(systems: dict[str, Any]) -> list[str]:
@@ -137,27 +122,24 @@ def _speed_table(systems: dict[str, Any]) -> list[str]:
 
 def _structure_table(systems: dict[str, Any]) -> list[str]:
     head = [
-        "system", "trigger rate", "well-formed", "finish", "branches per block", "dependent blocks",
-        "numbers wrong", "joined items", "mixed bold", "overrun branches", "repeated between branches",
-        "chains forked", "parallel forked", "DP", "PE", "content tokens",
+        "system", "answers", "errors", "trigger rate", "well-formed", "finish", "branches per block",
+        "dependent blocks", "chains forked", "parallel forked", "DP", "PE", "content tokens",
         "ideal", "ideal, answers that fork", "best",
     ]  # fmt: skip
     rows = []
-    for name, s in systems.items():
+    for name, summary in systems.items():
+        s = summary["structure"]
         against = f"{s['dependent_blocks']} of {s['blocks']}" if s["blocks"] else ""
         rows.append(
             [
                 name,
+                str(summary["answers"]),
+                str(summary["errors"]),
                 _percent(s["trigger_rate"]),
                 _percent(s["well_formed_rate"]),
                 ", ".join(f"{count} {reason}" for reason, count in s["finish"].items()),
                 _number(s["branches_per_block"]),
                 against,
-                f"{s['misnumbered']} of {s['numbered']}" if s["numbered"] else "",
-                str(s["joined"]) if s["blocks"] else "",
-                f"{s['mixed']} of {s['blocks']}" if s["blocks"] else "",
-                str(s["overrun"]) if s["blocks"] else "",
-                _percent(s["repeated"]),
                 _percent(s["wrongly_forked"]),
                 _percent(s["rightly_forked"]),
                 _number(s["degree_of_parallelism"]),
@@ -179,14 +161,13 @@ def _category_table(categories: dict[str, Any]) -> list[str]:
             [
                 name,
                 str(s["answers"]),
-                _around(s["correct"], "{:.2f}"),
                 _percent(s["structure"]["trigger_rate"]),
                 f"{s['structure']['ideal']:.2f}x",
                 _around(speed["realised"], "{:.2f}", 1, "x") if speed and speed["realised"] else "",
                 _around(speed["content_per_second"], "{:.0f}") if speed else "",
             ]
         )
-    head = ["category", "answers", "right", "trigger rate", "ideal", "realised", "content tokens/s"]
+    head = ["category", "answers", "trigger rate", "ideal", "realised", "content tokens/s"]
     return _table(head, rows)
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from aspd_jax.blocks.checks import asked_for, similar
+from aspd_jax.blocks.checks import asked_for
 from aspd_jax.lists import (
     MAX_ITEMS,
     MAX_LEAD_TOKENS,
-    MAX_TRIES,
     MIN_ITEMS,
     RESERVE,
     Lead,
     ListDetector,
     ListForm,
+    Outline,
     body_of,
-    concludes,
     fork_refusal,
     next_lead,
     separator_of,
@@ -162,27 +161,21 @@ class ListAnswering:
         self, answer: Proxied, prompt: Sequence[int], before: str, first: Lead, most: int, sampling: SamplingParams
     ) -> list[str]:
         """Let the model write the leads of the further items on a line that the reader does not see."""
-        form, leads, barred = first.form, [first.text], list[int]()
-        scratch = before + form.shown(0, first.text)
-        while len(leads) < most:
-            line = scratch + form.separator + form.marker(len(leads)).rstrip(" ")
-            written, lead = "", None
-            pieces = self._ask(answer, prompt, line, MAX_LEAD_TOKENS, sampling, barred)
+        outline, form, scratch = Outline(first, most), first.form, before + first.form.shown(0, first.text)
+        goes_on = most > 1
+        while goes_on:
+            number, written, lead = len(outline.leads), "", None
+            line = scratch + form.separator + form.marker(number).rstrip(" ")
+            pieces = self._ask(answer, prompt, line, MAX_LEAD_TOKENS, sampling, outline.barred)
             async with aclosing(pieces):
                 async for piece, _ in pieces:
                     written += piece
                     if (lead := next_lead(form, written)) is not None:
                         break
-            if lead is None or not lead.text or concludes(lead.text):
-                break
-            if any(similar(lead.text, other) for other in leads):
-                if len(barred) == MAX_TRIES:
-                    break
-                barred += self._encode(written)[:1]
-                continue
-            scratch += form.separator + form.shown(len(leads), lead.text)
-            leads, barred = [*leads, lead.text], []
-        return leads
+            goes_on = outline.take(lead, next(iter(self._encode(written)), -1))
+            if len(outline.leads) > number:
+                scratch += form.separator + form.shown(number, outline.leads[-1])
+        return outline.leads
 
     async def _bodies(
         self,

@@ -5,7 +5,7 @@ B rows of the cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -149,34 +149,36 @@ class Buckets:
         smaller = min(max(below, default=-1), need.tokens - 1) if best.tokens > self.free else -1
         return best, smaller, best.tokens if best.tokens < self._largest else np.iinfo(np.int32).max
 
-    def check_passes(self, sizes: Mapping[int, int], lengths: Any) -> list[tuple[Bucket, list[int]]]:
-        """Return the passes of checks with the fewest tokens, padding included: bucket and rows of each.
+    def passes(
+        self, sizes: Mapping[int, int], lengths: Any, cost: Callable[[Bucket], float], least: int = 1
+    ) -> list[tuple[Bucket, list[int]]]:
+        """Return the cheapest passes over tokens of rows, together or row by row: bucket and rows of each.
 
         Args:
-            sizes: tokens of each check, by row.
+            sizes: tokens of each row.
             lengths: used slots of all rows.
+            cost: cost of a pass.
+            least: minimum tokens of a row in the buckets.
         """
 
-        def one_pass(rows: list[int]) -> tuple[Bucket, list[int]]:
+        def one_pass(rows: list[int]) -> tuple[Bucket, list[int]] | None:
             single = self.rows == 1 or (len(rows) == 1 and not self._split)
             tokens, slots = [sizes[row] for row in rows], max(int(lengths[row]) + sizes[row] for row in rows)
-            need = Need(1 if single else max(2, 1 + max(rows)), sum(tokens), max(tokens), slots, 0)
+            need = Need(1 if single else max(2, 1 + max(rows)), sum(tokens), max(least, *tokens), slots, 0)
             # Of several rows, one may be longer than `per_row`.
             second = sorted(tokens)[-2] if len(rows) > 1 else 0
             holding = (bucket for bucket in self.buckets if self.holds(bucket, need) and bucket.per_row >= second)
-            return next(holding), rows
+            return next(((bucket, rows) for bucket in holding), None)
 
         alone = [] if self._split else [one_pass([row]) for row in sorted(sizes)]
         groups: list[list[int]] = []
         for row in sorted(sizes):
-            group = [sizes[other] for other in (groups[-1] if groups else ())] + [sizes[row]]
-            wide = not self._split and max(group) > PROMPT_BESIDE  # no program holds two such rows
-            if not groups or wide or sum(group) > self._largest:
+            if not groups or sum(sizes[other] for other in groups[-1]) + sizes[row] > self._largest:
                 groups.append([])
             groups[-1].append(row)
         together = [one_pass(rows) for rows in groups]
-        passes = [each for each in (alone, together) if each]
-        return min(passes, key=lambda each: sum(bucket.tokens for bucket, _ in each))
+        possible = [[one for one in passes if one] for passes in (together, alone) if passes and all(passes)]
+        return min(possible, key=lambda passes: sum(cost(bucket) for bucket, _ in passes))
 
     @property
     def _largest(self) -> int:
@@ -195,17 +197,6 @@ class Buckets:
             and bucket.slots >= slots
             and (enough or bucket.tokens == self._largest)
         )
-
-    def for_tokens(self, tokens: int, slots: int) -> Bucket:
-        """Return the cheapest bucket of `PROMPT_BESIDE` tokens or more in which any one row feeds tokens.
-
-        Args:
-            tokens: number of tokens.
-            slots: used slots of the row afterwards.
-        """
-        size = max(tokens, PROMPT_BESIDE)
-        need = Need(self._alone, size, size, slots, 0)
-        return next(bucket for bucket in self.buckets if self.holds(bucket, need))
 
     def need(self, summary: StepSummary, streamed: bool) -> Need:
         """Return the sizes of the next step.

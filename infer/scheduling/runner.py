@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
-from infer.control.scoring import KnownTokens
+from infer.control.scoring import KnownTokens, score_inputs
 from infer.decode.checking import Check, check_arrays, run_checks
 from infer.decode.decode_step import StepSummary, StopConditions, run
 from infer.decode.inputs import widest
@@ -158,7 +159,7 @@ class Runner:
         return InFlightSteps(steps, bucket, drafting, summary, after, state, since)
 
     def check(
-        self, state: DecodeState, checks: Mapping[int, Check], lengths: np.ndarray
+        self, state: DecodeState, checks: Mapping[int, Check], lengths: np.ndarray, cost: StepCost | None
     ) -> Iterator[tuple[DecodeState, StepSummary]]:
         """Run passes of checks; yield the state and its summary after each.
 
@@ -166,35 +167,51 @@ class Runner:
             state: state in which the sequences wait, which is donated.
             checks: checks by row.
             lengths: used slots of all rows.
+            cost: see `_passes`.
         """
         sizes, words = {row: len(one.tokens) for row, one in checks.items()}, state.token_mask.shape[3]
-        for bucket, rows in self.buckets.check_passes(sizes, lengths):
+        for bucket, rows in self._passes(sizes, lengths, cost):
             arrays = check_arrays({row: checks[row] for row in rows}, self.buckets.rows, words, bucket.tokens)
             state, after = run_checks(self._lm.params, state, arrays, self._config, bucket)
             yield state, after.read()
 
     def score(
-        self, state: DecodeState, row: int, known: KnownTokens, start: int, slots: int, streamed: bool
-    ) -> tuple[int, list[float], DecodeState]:
-        """Feed the next part of the branches of a row; `state` is donated.
+        self,
+        state: DecodeState,
+        parts: Mapping[int, tuple[KnownTokens, int]],
+        slots: Mapping[int, int],
+        streamed: bool,
+        cost: StepCost | None,
+    ) -> Iterator[tuple[DecodeState, dict[int, tuple[int, list[float]]]]]:
+        """Run passes over the next parts of known branches; yield the state, and for each row what it fed and read.
 
         Args:
-            state: state in which the sequence waits after its prompt.
-            row: index of the row.
-            known: tokens of the branches.
-            start: number of tokens that are fed already.
-            slots: slots of the prompt.
-            streamed: whether an answer is streamed, which waits for this step.
-
-        Returns:
-            The number of tokens that were fed, the log probabilities that were read, and the state.
+            state: state in which the sequences wait after their prompts, which is donated.
+            parts: known tokens, and the number of those that are fed already, by row.
+            slots: slots of the prompt, by row.
+            streamed: whether an answer is streamed, which waits for the passes.
+            cost: see `_passes`.
         """
-        left = known.left(start)
-        size = min(left, PROMPT_BESIDE if streamed else max(PROMPT_BESIDE, self.buckets.prefill_chunk(left)))
-        bucket = self.buckets.for_tokens(size, slots + int(known.place[start]) + size)
-        inputs = known.inputs(row, start, size, bucket)
-        state, read = score(self._lm.params, state, Packed.pack(inputs), self._config, bucket)
-        return int(inputs.size), np.asarray(read)[: int(inputs.reads)].tolist(), state
+        sizes, lengths = {}, {}
+        for row, (known, start) in parts.items():
+            left = known.left(start)
+            sizes[row] = min(left, PROMPT_BESIDE if streamed else max(PROMPT_BESIDE, self.buckets.prefill_chunk(left)))
+            lengths[row] = slots[row] + int(known.place[start])
+        for bucket, rows in self._passes(sizes, lengths, cost, PROMPT_BESIDE):
+            inputs, fed = score_inputs({row: (*parts[row], sizes[row]) for row in rows}, self.buckets.rows, bucket)
+            state, read = score(self._lm.params, state, Packed.pack(inputs), self._config, bucket)
+            scores = iter(np.asarray(read).tolist())
+            yield state, {row: (tokens, list(islice(scores, reads))) for row, (tokens, reads) in fed.items()}
+
+    def _passes(
+        self, sizes: Mapping[int, int], lengths: Any, cost: StepCost | None, least: int = 1
+    ) -> list[tuple[Bucket, list[int]]]:
+        """Return `Buckets.passes` by the cost of a step; None: by tokens, padding included."""
+
+        def milliseconds(bucket: Bucket) -> float:
+            return bucket.tokens if cost is None else cost.milliseconds(bucket.tokens, bucket.rows * bucket.slots)
+
+        return self.buckets.passes(sizes, lengths, milliseconds, least)
 
     def end(self, started: InFlightSteps, cost: StepCost | None) -> tuple[int, StepSummary]:
         """Wait for the steps; return their number and the summary of the state.

@@ -340,7 +340,8 @@ class Scheduler:
                 steps, self._summary = self.runner.end(started, self._cost)
                 self._take_tokens()
                 done += steps
-            scored += self._score([row for row, guidance in decisions.items() if guidance.scores])
+            if scoring := [row for row, guidance in decisions.items() if guidance.scores]:
+                scored += self._score(scoring)
             if decisions := {row: guidance for row, guidance in decisions.items() if not guidance.scores}:
                 done += self._guide(decisions)
             summary = self._summary_now()
@@ -396,7 +397,7 @@ class Scheduler:
             self._running[row].output.apply(guidance, self._config)
         checks, passes = {row: guidance.check for row, guidance in rows.items() if guidance.check}, 0
         if checks:
-            for state, after in self.runner.check(self._state_now(), checks, self._summary_now().length):
+            for state, after in self.runner.check(self._state_now(), checks, self._summary_now().length, self._cost):
                 self._change(state)
                 self._summary, passes = after, passes + 1
                 for row, segment, taken in logged_tokens(after.log):
@@ -405,20 +406,20 @@ class Scheduler:
         return passes
 
     def _score(self, rows: Sequence[int]) -> int:
-        """Feed the next parts of known branches of rows, and read log probabilities; return the number of steps."""
-        streamed = any(state.stream for state in self._decoding.values())
+        """Feed the next parts of known branches of rows, and read log probabilities; return the number of passes."""
+        streamed, parts, passes = any(state.stream for state in self._decoding.values()), {}, 0
         for row in rows:
-            state = self._running[row]
-            controller, output = state.controller, state.output
+            controller, output = self._running[row].controller, self._running[row].output
             assert isinstance(controller, Scoring)
-            slots = self._prefixes.memory(row).slots
-            fed, scores, self._state = self.runner.score(
-                self._state_now(), row, controller.tokens, output.scored_tokens, slots, streamed
-            )
-            output.scored_tokens += fed
-            output.scores.append(scores)
-            self._changed = True
-        return len(rows)
+            parts[row] = controller.tokens, output.scored_tokens
+        slots = {row: self._prefixes.memory(row).slots for row in rows}
+        for state, read in self.runner.score(self._state_now(), parts, slots, streamed, self._cost):
+            self._state, self._changed, passes = state, True, passes + 1
+            for row, (tokens, scores) in read.items():
+                output = self._running[row].output
+                output.scored_tokens += tokens
+                output.scores.append(scores)
+        return passes
 
     def _take_tokens(self) -> None:
         """Wait for the steps started last, and take their tokens; those of cancelled requests are dropped."""

@@ -21,14 +21,17 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import powers
 from infer.answers.logprobs import CHUNK, lower_likeliest
+from infer.control.scoring import score_inputs
 from infer.decode.checking import check_arrays, run_checks
 from infer.decode.decode_step import StopConditions, run, summarise
 from infer.decode.guidance import guidance_arrays, guide
 from infer.decode.packed import Packed
+from infer.decode.scoring import score
 from infer.decode.slots import KnownText, admit, append_text, copy_slots, put_bias, row_contents
 from infer.decode.state import DecodeState, EngineConfig
 from infer.request import Request, SamplingParams
 from infer.scheduling.admission import MIN_PROMPT, admission
+from infer.scheduling.buckets import PROMPT_BESIDE
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +65,7 @@ def programs_of(
         config: configuration of the engine.
         state: the state, which is not changed.
         buckets: sizes of the steps.
-        logprobs: with the programs of log probabilities.
+        logprobs: with the programs of log probabilities and known branches.
         max_checked: maximum tokens of a check of one row; 0: without the programs of checks.
     """
     batch, capacity = state.cache.tokens.shape
@@ -85,7 +88,10 @@ def programs_of(
     def copy(size: int) -> jax.stages.Lowered:
         return copy_slots.lower(state, rows, rows, config, min(size, capacity))
 
-    def score(size: int) -> jax.stages.Lowered:
+    def known(bucket: Bucket) -> jax.stages.Lowered:
+        return score.lower(lm.params, state, Packed.pack(score_inputs({}, batch, bucket)[0]), config, bucket)
+
+    def likeliest(size: int) -> jax.stages.Lowered:
         return lower_likeliest(lm, config, min(size, capacity))
 
     def guidance(size: int) -> jax.stages.Lowered:
@@ -106,8 +112,13 @@ def programs_of(
         *((f"known text of {size} tokens", partial(text, size)) for size in prompts),
         *((f"copies of {size} slots", partial(copy, size)) for size in prompts),
         *(
-            (f"log probabilities of {size} tokens", partial(score, size))
+            (f"log probabilities of {size} tokens", partial(likeliest, size))
             for size in (powers(CHUNK, max(CHUNK, capacity)) if logprobs else ())
+        ),
+        *(
+            (f"known branches, {bucket}", partial(known, bucket))
+            for bucket in (buckets if logprobs else ())
+            if bucket.max_per_row >= PROMPT_BESIDE
         ),
         *((f"decisions for {size} segments", partial(guidance, size)) for size in segments),
         ("biases", lambda: put_bias.lower(state, row, bias, config)),

@@ -354,10 +354,9 @@ class _Server:
     async def _decide(self, request: Request, body: DecisionsRequest | SystemOneRequest) -> Response:
         adapter, calibration = self._adapter(body.model), body.aspd.calibration or self._config.calibration
         try:
-            questions = [one.question for one in body.asked]
-            asked = await asyncio.to_thread(self._engine.ask, body.messages, questions, calibration, adapter)
+            asked = await asyncio.to_thread(self._engine.ask, *body.asked, calibration, adapter)
         except RequestError as error:
-            field = "questions" if str(error).startswith("questions") else "input"
+            field = "questions" if str(error).startswith("questions") else body.input_field
             raise Refused(
                 400, str(error), INVALID, "context_length_exceeded" if isinstance(error, PromptTooLong) else None, field
             ) from None

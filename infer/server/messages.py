@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -145,12 +146,13 @@ class Aspd(Strict):
 
 PART_KINDS = {
     "image_url": "image", "input_image": "image", "image": "image", "input_audio": "audio", "audio_url": "audio",
-    "file": "file", "input_file": "file", "video_url": "video", "refusal": "refusal",
+    "file": "file", "input_file": "file", "video_url": "video",
 }  # fmt: skip
+MAX_DEPTH, MAX_VALUES, MAX_BYTES = 32, 10_000, 256 << 10  # OpenAI's limits of a part with JSON
 
 
 class Part(Strict):
-    """A part of a message; only text is supported."""
+    """A part of a message: text, a refusal, or JSON, which is shown as compact text."""
 
     neutral = PART
     type: Literal["text", "input_text", "output_text"]
@@ -162,9 +164,29 @@ class Part(Strict):
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind in PART_KINDS:
             raise fault(f"expected a text part, got one of kind {PART_KINDS[kind]}")
+        if kind == "refusal" and "refusal" in data:
+            return {name: data[name] for name in data if name != kind} | {"type": "text", "text": data[kind]}
+        if kind == "input_json" and "data" in data:
+            shown = {"type": "text", "text": _json_text(data["data"])}
+            return {name: data[name] for name in data if name != "data"} | shown
         if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
             raise fault(f"expected 'text', 'input_text' or 'output_text', got {spell(kind)}", "type")
         return data
+
+
+def _json_text(data: Any) -> str:
+    """Return the data of a part as text; OpenAI permits objects and lists of objects, and limits their size."""
+    if not (isinstance(data, dict) or (isinstance(data, list) and all(isinstance(one, dict) for one in data))):
+        raise fault(f"expected an object or a list of objects, got {spell(data)}", "data")
+    depth, values, level = 0, 0, [data]
+    while level and depth <= MAX_DEPTH and values <= MAX_VALUES:
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        depth, values = depth + bool(inner), values + len(level)
+        level = [one for some in inner for one in some]
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    if depth > MAX_DEPTH or values > MAX_VALUES or len(text.encode()) > MAX_BYTES:
+        raise fault(f"expected at most {MAX_DEPTH} levels, {MAX_VALUES} values and {MAX_BYTES} bytes, got more", "data")
+    return text
 
 
 class Decoded(Strict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -152,11 +153,22 @@ class ToolCall(Strict):
 
 
 class CallItem(CalledFunction):
-    """A call among the input items of responses."""
+    """A call among the input items of responses and decisions. The argument of a custom tool is its `input`."""
 
-    neutral: ClassVar = {"id": Neutral(kinds=(str,)), "status": Neutral(("completed", "incomplete", "in_progress"))}
-    type: Literal["function_call"]
+    neutral: ClassVar = {
+        "id": Neutral(kinds=(str,)), "namespace": Neutral(kinds=(str,)),
+        "status": Neutral(("completed", "incomplete", "in_progress")),
+    }  # fmt: skip
+    type: Literal["function_call", "custom_tool_call"]
     call_id: Annotated[str, Field(min_length=1)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _input_is_an_argument(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("type") != "custom_tool_call" or "input" not in data:
+            return data
+        kept = {name: value for name, value in data.items() if name != "input"}
+        return kept | {"arguments": json.dumps({"input": data["input"]}, ensure_ascii=False)}
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -174,10 +186,10 @@ class OutputPart(Strict):
 
 
 class OutputItem(Strict):
-    """A result among the input items of responses."""
+    """A result among the input items of responses and decisions."""
 
     neutral: ClassVar = CallItem.neutral
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
     output: str | list[OutputPart]
 

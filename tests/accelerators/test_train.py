@@ -29,11 +29,11 @@ CASES = [("v5p:2x2x2", 8, 1), ("v5p:2x2x2", 4, 2), ("h100:1x1x8", 8, 1)]
 def step(name: str, fsdp: int, tensor: int) -> tuple[Compiled, Plan]:
     """Four layers of a 7B model, eight rows."""
     model = ModelSection(
-        titles="names",
+        checkpoint="none", titles="names",
         vocab_size=VOCABULARY, layers=LAYERS, hidden_size=4096, heads=32, kv_heads=32, head_dim=128,
         feed_forward=11008, dtype="bfloat16", scan=True, remat=True,
     )  # fmt: skip
-    data = DataSection(rows=8, length=2048, short_steps=0)
+    data = DataSection(train=("none",), rows=8, length=2048)
     config = TrainConfig(model=model, data=data, mesh=MeshSection(fsdp=fsdp, tensor=tensor), steps=100)
     return compile_step(config, open_topology(name))
 

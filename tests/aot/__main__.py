@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     train = kinds.add_parser("train", help="a training step", formatter_class=HelpFormatter)
     train.set_defaults(run=run_train)
-    config_options(train)
+    config_options(train, "configs/lora_7b.yaml")
     _topology_options(train)
     options = parser.parse_args(arguments)
     try:

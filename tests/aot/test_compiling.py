@@ -17,7 +17,6 @@ from tests.aot.abstract import abstract_model, configuration
 from tests.aot.decode import compile_decode_step
 from tests.aot.report import compile_for
 from tests.aot.topology import Chip, Topology
-from tests.conftest import ROOT
 
 CHIP = Chip("cpu", 1e9, 1e9, 1e12, 1)
 TINY = ModelConfig(vocab_size=64, hidden_size=32, feed_forward=48, layers=1, heads=8, kv_heads=8, head_dim=8)
@@ -77,12 +76,12 @@ def test_the_commands(here: Topology, tmp_path: Path, capsys: Any) -> None:
     assert [one["width"] for one in record["steps"]] == [1] and "not measured" in record["figures"]
     assert record["steps"][0]["program"]["memory"]["aliased"] > 0
     file = tmp_path / "train.json"
-    config = str(ROOT / "configs" / "embedded_aspd.yaml")
+    config = str(tmp_path / "config.yaml")
+    Path(config).write_text("model: {checkpoint: none, hidden_size: 64}\ndata: {train: [none]}\nsteps: 4\n")
     changes = [
         "mesh.fsdp=8",
         "data.rows=8",
         "data.length=64",
-        "data.short_steps=0",
         "model.layers=1",
         "model.scan=true",
     ]

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 import aspd
 import aspd_jax
-from aspd.generation import EMBEDDED_QUESTIONS
+from aspd.generation import TASKS
 from aspd_jax import LanguageModel, load_model, save_model
 from aspd_jax.configuration import CONFIGS, find_config
 from aspd_jax.formats import WHEELS
@@ -27,8 +28,8 @@ from aspd_jax.structure import to_json
 from infer import Engine, Result, SamplingParams
 from infer.offline import demonstration, terminal
 from tests.conftest import ROOT, shared, tiny_config, write_checkpoint
-from train.ablation_models import VARIANTS
-from train.tasks import problem
+from tests.helpers.tasks import problem
+from tests.helpers.training import changed, small
 
 PROBLEM = problem(1, True, "orders", "parallel")
 DEMO = ("--model", "demo")  # not the default, where a real model is installed
@@ -160,8 +161,6 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
         (["bench", "decode", "--shape", "70b"], "--shape: expected one of 27m, 1b, 7b"),
         (["bench", "decode", "--widths", "2", "4"], "--widths: expected powers of two that start with 1, got [2, 4]"),
         (["bench", "fields", "--limit", "0"], "--limit: expected at least 1, got 0"),
-        (["data", "tasks", "--count", "0", "--output", "x"], "--count: expected at least 1"),
-        (["data", "tasks", "--long-every", "-1", "--output", "x"], "--long-every: expected at least 0"),
     ],
 )
 def test_mistakes_get_one_line_and_no_traceback(capsys: Any, arguments: list[str], message: str) -> None:
@@ -206,10 +205,10 @@ def test_what_the_demo_shows(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(terminal, "compare_modes", lambda lm, questions, *_: shown.extend(questions))
     monkeypatch.setattr(demonstration, "demonstrate", lambda *_: shown.append("demonstration"))
     monkeypatch.setattr("aspd_jax.load_model", lambda *_, **__: None)
-    assert run(capsys, "demo", *DEMO)[0] == 0 and [*shown] == [*EMBEDDED_QUESTIONS]
-    assert run(capsys, "demo", *DEMO, "Why?")[0] == 0 and shown[2:] == ["Why?"]
+    assert run(capsys, "demo", *DEMO)[0] == 0 and [*shown] == [*TASKS]
+    assert run(capsys, "demo", *DEMO, "Why?")[0] == 0 and shown[3:] == ["Why?"]
     monkeypatch.setattr("aspd_jax.formats.EMBEDDED", {})
-    assert run(capsys, "demo", *DEMO)[0] == 0 and shown[3:] == ["demonstration"]
+    assert run(capsys, "demo", *DEMO)[0] == 0 and shown[4:] == ["demonstration"]
 
 
 @pytest.mark.further
@@ -272,7 +271,7 @@ def test_included_configurations_have_names_everywhere(capsys: Any, tmp_path: Pa
     code, out, _ = run(capsys, "train", "configs/lora_7b.yaml", "--plan")
     assert code == 0 and out.startswith("checkpoints/vicuna-7b-v1.5: no such file or folder")
     code, _, err = run(capsys, "train", "configs/none.yaml", "--plan")
-    assert code == 2 and "configs/none.yaml: expected a YAML file, got none. Included are configs/ablation.yaml," in err
+    assert code == 2 and "configs/none.yaml: expected a YAML file, got none. Included are configs/data.yaml," in err
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "lora_7b.yaml").write_text("stepps: 3")
     code, _, err = run(capsys, "train", "configs/lora_7b.yaml", "--plan")
@@ -289,10 +288,7 @@ def test_the_version(capsys: Any) -> None:
 
 def test_train_export_and_generate(capsys: Any, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text(
-        "model: {titles: names, layers: 1, hidden_size: 32, heads: 2, kv_heads: 1, head_dim: 16, feed_forward: 32}\n"
-        "data: {rows: 2, short_rows: 2, short_length: 96, short_steps: 1}\nsteps: 2\nsave_every: 1\n"
-    )
+    config.write_text(yaml.safe_dump(json.loads(json.dumps(changed(small(), steps=2, save_every=1).as_dict()))))
     run_folder = str(tmp_path / "run")
     code, out, _ = run(capsys, "train", str(config), "optimiser.learning_rate=1e-2", "--output", run_folder)
     assert code == 0 and "model written to" in out
@@ -304,44 +300,30 @@ def test_train_export_and_generate(capsys: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ablation_trains_every_variant_once(capsys: Any, tmp_path: Path) -> None:
-    assert {(v.positions, v.siblings) for v in VARIANTS.values()} == {
-        ("sequential", "invisible"), ("sequential", "shared"), ("max", "invisible"), ("max", "shared"),
-        ("predict", "invisible"),
-    }  # fmt: skip
+def test_ablation_trains_every_form_once(capsys: Any, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text("{base: demo, conversations: 12, steps: 1, rows: 2, length: 256, problems: 4}")
+    runs = changed(small(), steps=1, save_every=1, evaluate_batches=1)
+    config.write_text(yaml.safe_dump(json.loads(json.dumps(runs.as_dict()))))
     grid = tmp_path / "grid"
-    arguments = (
-        "ablate",
-        str(config),
-        "variants=[seq, max-shared, predict-invisible]",
-        "seed=3",
-        "--output",
-        str(grid),
-    )
+    arguments = ("ablate", str(config), "seed=3", "--output", str(grid))
     code, out, _ = run(capsys, *arguments)
     table = (grid / "ablation.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    assert code == 0 and out.endswith(table) and [row[0] for row in rows] == ["seq", "max-shared", "predict-invisible"]
-    last = json.loads((grid / "max-shared" / "metrics.jsonl").read_text().splitlines()[-1])
+    names = [f"{siblings}-{form}" for siblings in ("invisible", "shared") for form in ("sequential", "max", "predict")]
+    assert code == 0 and out.endswith(table) and [row[0] for row in rows] == names
+    last = json.loads((grid / "shared-max" / "metrics.jsonl").read_text().splitlines()[-1])
     parts = ("", "_serial", "_title", "_branch")
-    assert rows[1][1:] == [f"{last[f'held_out_loss{part}']:.3f}" for part in parts]
-    assert float(rows[1][4]) > float(rows[2][4]) > 0, "the base never saw its siblings"
-    assert rows[0][3:] == ["0.000", "0.000"], "plain answers have neither titles nor branches"
-    settings = json.loads((grid / "max-shared" / "model" / "config.json").read_text())
+    assert rows[4][1:] == [f"{last[f'held_out_loss{part}']:.3f}" for part in parts]
+    assert len({row[4] for row in rows}) > 3, "forms differ in the loss of branches"
+    settings = json.loads((grid / "shared-max" / "model" / "config.json").read_text())
     assert settings["aspd"] == {"positions": "max", "siblings": "shared", "titles": "names"}
-    trained = json.loads((grid / "seq" / "config.json").read_text())
-    assert trained["data"]["structured"] is False and trained["seed"] == 3
+    assert json.loads((grid / "shared-max" / "config.json").read_text())["seed"] == 3
     for folder in grid.glob("*/model"):
         (folder / "config.json").unlink()  # nothing is done again
     assert run(capsys, *arguments)[1].endswith(table)
-    for folder in grid.glob("*/model"):
-        assert not (folder / "config.json").exists()
-    config.write_text("{steps: 1}")
-    assert (
-        "base: expected the folder of a checkpoint, got none" in run(capsys, *arguments[:2], "--output", str(grid))[2]
-    )
+    assert not list(grid.glob("*/model/config.json"))
+    code, _, err = run(capsys, "ablate", str(config), "evaluate_batches=0", "--output", str(grid))
+    assert code == 2 and "evaluate_batches: expected held-out batches" in err
 
 
 def test_generate_answers_without_a_chat_template(
@@ -407,12 +389,12 @@ def test_compiled_programs_stay_on_disk(tmp_path: Path, tokenizer: PreTrainedTok
 
 def test_values_may_be_changed_before_and_behind_options(capsys: Any, tmp_path: Path) -> None:
     config = tmp_path / "data.yaml"
-    config.write_text("rules: true\n")
+    config.write_text("select: {min_saved: 4}\n")
     build = ["data", "build", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "out")]
-    for words in (("teacher.votes=x", "--config", str(config)), ("--config", str(config), "teacher.votes=x")):
+    for words in (("select.min_tokens=x", "--config", str(config)), ("--config", str(config), "select.min_tokens=x")):
         code, _, err = run(capsys, *build, *words)
-        assert code == 2 and "teacher.votes" in err
-    for words in ([*build, "--config", str(config), "votes"], ["serve", "--port", "0", "a=b"]):
+        assert code == 2 and "select.min_tokens" in err
+    for words in ([*build, "--config", str(config), "min_tokens"], ["serve", "--port", "0", "a=b"]):
         with pytest.raises(SystemExit):
             aspd.main(words)
         assert "unrecognized arguments" in capsys.readouterr().err

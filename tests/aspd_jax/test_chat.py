@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from aspd_jax.chat import encode_history, encode_prompt, encode_turns, end_of_turn, with_end_of_turn
+from aspd_jax.chat import Chat, encode_history, encode_prompt, end_of_turn, with_end_of_turn
 from aspd_jax.errors import ConversationError
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
 from aspd_jax.sources import Conversation, conversation
@@ -51,7 +51,8 @@ def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def prompt_of(chat: tuple[Any, Codec], *messages: tuple[str, str]) -> list[int]:
     tokenizer, codec = chat
     asked = [{"role": role, "content": content} for role, content in messages]
-    (ids,) = encode_turns(tokenizer, codec.text, (tokenizer.eos_token_id,), asked, prompt=True)
+    form = Chat(tokenizer, codec.text, asked)
+    (ids,) = map(form.encode, form.prompt(len(asked)))
     return ids
 
 
@@ -137,7 +138,7 @@ def test_training_takes_a_typed_block_for_text(demo: LanguageModel) -> None:
 
     record = conversation(line, 1)
     assert isinstance(record, Conversation)
-    (item,), _ = encode_conversation(demo, record, structured=True, fed_loss=False)
+    (item,), _ = encode_conversation(demo, record, structured=True)
     special = demo.codec.special
     assert (item.tokens == special.parallel_start).sum() == 1 and (item.tokens == special.branch_end).sum() == 2
     assert bare(BLOCK) in bare(demo.tokenizer.decode(item.tokens[: int(item.loss.argmax())]))
@@ -243,8 +244,6 @@ def test_a_prompt_is_that_of_the_template(turns_of: Any, name: str) -> None:
     assert ids == (
         (tokenizer.eos_token_id,) if end in (None, tokenizer.eos_token_id) else (tokenizer.eos_token_id, end)
     )
-    trained = encode_turns(tokenizer, codec.text, ids, said[:2], prompt=False)
-    assert trained[-1] == [tokenizer.eos_token_id if end is None else end]
 
 
 @pytest.mark.parametrize("name", TURNS)
@@ -255,7 +254,7 @@ def test_an_answer_is_learned_with_the_end_of_its_turn(demo: LanguageModel, turn
     said = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(SAID)]
     record = conversation({"messages": said[:4]}, 1)
     assert isinstance(record, Conversation)
-    examples, skipped = encode_conversation(lm, record, structured=True, fed_loss=False)
+    examples, skipped = encode_conversation(lm, record, structured=True)
     assert not skipped
     learned = []
     for tokens, loss in examples:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from aspd_jax import LanguageModel
-from aspd_jax.chat import encode_turns
 from aspd_jax.errors import ConversationError, RequestError
 from aspd_jax.sources import Conversation, conversation
 from infer import Engine
@@ -94,7 +93,7 @@ def record_of(row: Any) -> Conversation:
 
 def learned(lm: LanguageModel, row: Any) -> tuple[list[tuple[list[int], str]], dict[int, str]]:
     """Of each answer with loss, the tokens before it and its text with its end; and what was left out."""
-    examples, skipped = encode_conversation(lm, record_of(row), structured=False, fed_loss=False)
+    examples, skipped = encode_conversation(lm, record_of(row), structured=False)
     found = []
     for item in examples:
         edges = np.flatnonzero(np.diff(np.concatenate([[False], item.loss, [False]]).astype(int)))
@@ -126,7 +125,7 @@ def test_turns_share_an_example_where_prompts_continue(lm: LanguageModel) -> Non
     counts = {}
     for name, template in TEMPLATES.items():
         own = with_template(lm, template)
-        counts[name] = [len(encode_conversation(own, record_of(row), False, False)[0]) for row in (PLAIN, THOUGHTS)]
+        counts[name] = [len(encode_conversation(own, record_of(row), False)[0]) for row in (PLAIN, THOUGHTS)]
     assert counts == {
         "plain": [1, 1], "trims": [2, 1], "dated": [1, 1], "alternates": [1, 1], "thought before the last": [1, 2],
         "thought before all": [3, 2], "opens a thought": [3, 2], "opens a thought, keeps space": [3, 2],
@@ -153,7 +152,7 @@ def test_structure_survives_where_a_thought_is_dropped(lm: LanguageModel) -> Non
         ],
         "answer": "Two.",
     }
-    examples, skipped = encode_conversation(own, record_of(row), structured=True, fed_loss=False)
+    examples, skipped = encode_conversation(own, record_of(row), structured=True)
     assert len(examples) == 2 and not skipped
     special = own.codec.special
     for item in examples:
@@ -251,10 +250,6 @@ def test_real_templates(lm: LanguageModel) -> None:
     for place, (before, _) in zip((1, 3, 5), found, strict=True):
         prompt = own.tokenizer.apply_chat_template(messages[:place], tokenize=False, add_generation_prompt=True)
         assert own.tokenizer.decode(before) == prompt
-    end = (own.tokenizer.eos_token_id,)
-    asked = encode_turns(own.tokenizer, own.codec.text, end, messages[:3], prompt=True)
-    trained = encode_turns(own.tokenizer, own.codec.text, end, messages[:4], prompt=False)
-    assert trained == [*asked, list(end)]
 
 
 def test_the_second_of_two_answers_in_a_row_is_left_out(lm: LanguageModel, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from aspd_jax.files import Log, refusal, replacing, write_folder, write_whole
 from aspd_jax.formats import open_checkpoint
 from aspd_jax.formats.folder import convert
 from aspd_jax.language_model import save_adapter
-from aspd_jax.pipeline.store import Reply, Store
 from infer.offline.journal import append, read_journal
 from tests.aspd_jax.formats.test_gguf_tokenizer import known_tokenizer
 from tests.aspd_jax.formats.test_peft_adapters import CASES, as_if_trained, base_folder
@@ -132,7 +131,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 
 
 def write_metrics(path: Path, lm: LanguageModel) -> None:
-    writer = MetricsWriter(path.parent, 0, tensorboard=False)
+    writer = MetricsWriter(path.parent, 0)
     try:
         for step in range(100):
             writer.write(step, {"loss": 1.0})
@@ -144,15 +143,6 @@ def write_journal(path: Path, lm: LanguageModel) -> None:
     with Log(path) as log:
         for number in range(100):
             append(log, {"line": number})
-
-
-def write_store(path: Path, lm: LanguageModel) -> None:
-    store = Store(path)
-    try:
-        for number in range(100):
-            store.add_reply(str(number), Reply("text " * 20, 1, 1))
-    finally:
-        store.close()
 
 
 def write_checkpoint_of_run(path: Path, lm: LanguageModel) -> None:
@@ -171,7 +161,6 @@ WRITERS: dict[str, Callable[[Path, LanguageModel], Any]] = {
     "adapter": lambda path, lm: save_adapter(lm, path, "tiny"),
     "metrics.jsonl": write_metrics,
     "journal": write_journal,
-    "store.sqlite": write_store,
     "checkpoints": write_checkpoint_of_run,
 }
 REASONS = "(File too large|Input/output|No space)"
@@ -191,7 +180,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(
     if name in GROWING:
         assert left == {name} and 0 < len(read_journal(tmp_path / name)) < 100
         assert (tmp_path / name).read_bytes().endswith(b"}\n")
-    elif name != "store.sqlite":  # SQLite keeps its own file whole
+    else:
         assert not {file for file in left if not file.startswith("checkpoints/")}, left
         assert not list(tmp_path.rglob("*tmp*"))
     WRITERS[name](tmp_path / name, trained)  # with room: the same call works, beside what the first one has left

@@ -45,7 +45,7 @@ def test_a_name_may_look_like_a_glob(tmp_path: Path) -> None:
         ("file://{}/none.jsonl", "none.jsonl: "),
         ("nosuch://x/a.jsonl", "nosuch"),
         ("file://{}/none.parquet", "none.parquet: expected a dataset"),
-        ("file://{}/none.csv", "got .csv"),
+        ("file://{}/none.json", "got .json"),
     ],
 )
 def test_errors_name_the_source(tmp_path: Path, source: str, message: str) -> None:

@@ -1,14 +1,12 @@
-"""Records and a teacher for tests of the pipeline."""
+"""Records for tests of the pipeline."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-from aspd_jax.pipeline.data_config import DataConfig, SelectSection, TeacherSection
-from tests.helpers.teacher_server import Reply, TeacherServer, section
+from aspd_jax.pipeline.data_config import DataConfig, SelectSection
 
 LIST = (
     "Here are ideas:\n\n"
@@ -24,11 +22,9 @@ CHAIN = (
     "2. Tax on top: ten percent of 60 is 6, which makes it 66 dollars all in all for you.\n"
 )
 
-_PIECE = re.compile(r"^\[(\d+)\] (.*)", re.MULTILINE)
-
 SMALL = SelectSection(min_tokens=20)
 
-NO_TEACHER = DataConfig(select=SMALL)
+RULES = DataConfig(select=SMALL)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -57,22 +53,3 @@ def write_two(folder: Path) -> Path:
     rows = [{"id": "<a>", "question": "How & why?", "answer": LIST}, {"id": "b", "question": "?", "answer": CHAIN}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
-
-
-def faithful(body: dict[str, Any], before: int) -> Reply:
-    """A teacher that marks numbered items, and takes all groups for independent."""
-    prompt = body["messages"][0]["content"]
-    if "<groups>" in prompt:
-        return 200, json.dumps({"groups": [{"independent": True, "reason": ""}] * prompt.count("<group number")})
-    items = [
-        (number, text) for number, text in _PIECE.findall(section(prompt, "answer")) if text[:2] in ("1.", "2.", "3.")
-    ]
-    if not items:
-        return 200, json.dumps({"groups": []})
-    parts = [{"first": int(number), "title": text.split(":")[0][3:]} for number, text in items]
-    return 200, json.dumps({"groups": [{"parts": parts, "last": parts[-1]["first"]}]})
-
-
-def teacher(server: TeacherServer, **changes: Any) -> DataConfig:
-    settings = {"model": "m", "candidates": 1, "votes": 1, "retries": 2} | changes
-    return DataConfig(rules=False, select=SMALL, teacher=TeacherSection(base_url=server.url, **settings))

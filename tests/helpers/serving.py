@@ -13,15 +13,15 @@ from typing import Any
 import openai
 import uvicorn
 
-from aspd.evaluation import synthetic_questions
 from infer import Engine
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
 from infer.server.engine_thread import EngineThread
+from tests.helpers.tasks import held_out
 
 # A server of the embedded model in a process of its own, on a port that it chooses.
 SERVE = (sys.executable, "-m", "aspd", "serve", "--model", "demo", "--port", "0", "--warm-up", "none")
-QUESTIONS = [question for question in synthetic_questions(12) if question.forks]
+QUESTIONS = [item for item in held_out(12) if item.forks]
 
 
 class Running:
@@ -74,5 +74,5 @@ def serving(engine: Engine, **changes: Any) -> Iterator[Running]:
 
 
 def ask(number: int = 0, **more: Any) -> dict[str, Any]:
-    message = {"role": "user", "content": QUESTIONS[number].turns[0]}
+    message = {"role": "user", "content": QUESTIONS[number].question}
     return {"model": "demo", "messages": [message], "temperature": 0} | more

@@ -20,8 +20,8 @@ from aspd_jax import load_model
 from infer import Engine, SamplingParams
 from infer.scheduling.scheduler import Scheduler
 from tests.conftest import tiny_config, write_checkpoint
-from train.byte_tokenizer import train_tokenizer
-from train.tasks import problem
+from tests.helpers.byte_tokenizer import train_tokenizer
+from tests.helpers.tasks import problem
 
 LENGTHS, CHUNKS, STEPS = (256, 4096, 16_384), 64, 4
 

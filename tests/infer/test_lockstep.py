@@ -18,18 +18,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aspd.evaluation import synthetic_questions
 from aspd_jax import LanguageModel, load_model
 from infer import Engine, SamplingParams
 from infer.lockstep import Lockstep, StepCommand
 from infer.request import Request, ScoredBranch
 from tests.conftest import ROOT
 from tests.helpers.serving import SERVE, wait_for
+from tests.helpers.tasks import held_out
 
 QUESTIONS = sorted(
-    (question for question in synthetic_questions(6) if question.forks),
-    key=lambda question: len(question.references[0]),
-)  # the shortest answers first
+    (item for item in held_out(6) if item.forks), key=lambda item: len(item.answer)
+)  # the shortest first
 
 numbers = st.integers(0, (1 << 31) - 1)
 params = st.builds(
@@ -77,7 +76,7 @@ def test_what_follows_is_in_the_same_state() -> None:
     lm = load_model("demo")
     both = [Lockstep(Engine(lm, max_length=1024, max_batch=1)) for _ in range(2)]
     engine = both[0].engine
-    prompts = [[{"role": "user", "content": question.turns[0]}] for question in QUESTIONS[:3]]
+    prompts = [[{"role": "user", "content": item.question}] for item in QUESTIONS[:3]]
     checked = [
         engine.check(prompt, SamplingParams(temperature=0.5, seed=number, logit_bias={7: 0.5}, max_new_tokens=60))
         for number, prompt in enumerate(prompts)
@@ -145,7 +144,7 @@ def test_two_processes_serve_together(tmp_path: Path) -> None:
         texts: dict[int, Any] = {}
 
         def ask(number: int, **more: Any) -> Any:
-            message: Any = {"role": "user", "content": QUESTIONS[number].turns[0]}
+            message: Any = {"role": "user", "content": QUESTIONS[number].question}
             return client.chat.completions.create(model="demo", messages=[message], temperature=0, **more)
 
         def whole(number: int) -> None:
@@ -170,5 +169,5 @@ def test_two_processes_serve_together(tmp_path: Path) -> None:
     finally:
         for process in processes:
             process.kill()
-    assert texts == {number: QUESTIONS[number].references[0] for number in range(2)}
+    assert texts == {number: QUESTIONS[number].answer for number in range(2)}
     assert streamed == texts[1] and len(likely.logprobs.content) == 5

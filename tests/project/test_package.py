@@ -52,7 +52,6 @@ def test_the_wheel(built: Path) -> None:
     for data in (
         "embedded/aspd/model.safetensors",
         "embedded/aspd/tokenizer.json",
-        "pipeline/prompts/annotate.md",
     ):
         assert any(name.endswith(data) for name in names), data
     configs = [file.relative_to(ROOT).as_posix() for file in (ROOT / "configs").rglob("*") if file.is_file()]

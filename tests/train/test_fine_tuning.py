@@ -12,20 +12,19 @@ import pytest
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file
 
-import train.batches
 import train.loop
 from aspd_jax import LanguageModel, build_layout, load_model
 from aspd_jax.errors import DataError
 from aspd_jax.sharding import make_mesh
 from infer import Engine, SamplingParams
 from tests.conftest import with_one_program
-from tests.helpers.training import SMALL, changed, losses, on_records, prepared
+from tests.helpers.training import changed, losses, on_records, prepared
 from train.batches import Batch
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig
 from train.loop import export
 from train.loop import train as run_training
-from train.setup import Setup, initial_model, load
+from train.setup import Setup, load
 from train.step import evaluation_sums
 
 
@@ -36,13 +35,12 @@ def fine_tuning(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 
 
 def test_fine_tuning_on_records(fine_tuning: TrainConfig, tmp_path: Path) -> None:
-    run_training(changed(fine_tuning, tensorboard=True, keep=1), tmp_path / "run", progress=False)
+    run_training(changed(fine_tuning, keep=1), tmp_path / "run", progress=False)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     held_out = [line["held_out_loss"] for line in lines if "held_out_loss" in line]
     assert len(held_out) == 3 and held_out[-1] < held_out[0]
     parts = {"loss_serial", "loss_title", "loss_branch", "tokens_per_second", "gradient_norm"}
     assert parts <= lines[0].keys()
-    assert list((tmp_path / "run" / "tensorboard").iterdir())
     assert (tmp_path / "run" / "left_out.jsonl").read_text() == ""
     with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.steps == [6]
@@ -202,7 +200,7 @@ def test_fresh_adapters_change_nothing_and_int8_little(fine_tuning: TrainConfig)
 
 
 def test_fields_of_fine_tuning_change_the_batches(fine_tuning: TrainConfig, tmp_path: Path) -> None:
-    lm = initial_model(SMALL)
+    lm = load_model(fine_tuning.model.checkpoint)
 
     def first(config: TrainConfig, name: str) -> Any:
         batches = train.loop.read_data(config, lm, tmp_path / name, False).batches

@@ -13,8 +13,7 @@ from aspd_jax.errors import CheckpointError
 from aspd_jax.formats import open_checkpoint
 from aspd_jax.sharding import make_mesh
 from tests.conftest import ROOT
-from tests.train.test_train import changed
-from train.batches import synthetic_batch
+from tests.helpers.training import changed, first_batch, written
 from train.config import DataSection, ModelSection, TrainConfig, load_config
 from train.metrics import model_flops
 from train.plan import plan, planned_shape, report
@@ -23,6 +22,7 @@ from train.step import train_step
 
 SMALL = TrainConfig(
     model=ModelSection(
+        checkpoint="none",
         titles="names",
         layers=4,
         hidden_size=128,
@@ -33,15 +33,21 @@ SMALL = TrainConfig(
         scan=True,
         remat=True,
     ),
-    data=DataSection(rows=8, length=512, short_steps=0),
+    data=DataSection(train=("none",), rows=8, length=512),
     steps=4,
 )
 
 
+@pytest.fixture(scope="module")
+def present(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """The configuration with a checkpoint of its shape, and records."""
+    return written(SMALL, tmp_path_factory.mktemp("plan"))
+
+
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("sizes", [{}, {"data": 8}, {"fsdp": 8}, {"fsdp": 2, "tensor": 4}], ids=str)
-def test_state_is_counted_to_the_byte(sizes: dict[str, int]) -> None:
-    config = changed(SMALL, **{f"mesh__{axis}": size for axis, size in sizes.items()})
+def test_state_is_counted_to_the_byte(present: TrainConfig, sizes: dict[str, int]) -> None:
+    config = changed(present, **{f"mesh__{axis}": size for axis, size in sizes.items()})
     made = plan(config)
     mesh = make_mesh(vars(config.mesh))
     setup = set_up(config, load(config, mesh), mesh, 4)
@@ -57,12 +63,12 @@ def test_state_is_counted_to_the_byte(sizes: dict[str, int]) -> None:
 
 @pytest.mark.further
 @pytest.mark.parametrize("change", [{}, {"model__remat": False}, {"data__length": 1024}], ids=str)
-def test_activations_are_near_what_the_compiler_says(change: dict[str, object]) -> None:
-    config = changed(SMALL, **change)
+def test_activations_are_near_what_the_compiler_says(present: TrainConfig, change: dict[str, object]) -> None:
+    config = changed(present, **change)
     made = plan(config)
     mesh = make_mesh({})
     setup = set_up(config, load(config, mesh), mesh, 4)
-    batch = setup.place(synthetic_batch(setup.lm.codec, setup.lm.tokenizer, config, 0))
+    batch = setup.place(first_batch(config, setup.lm))
     lowered = train_step(setup.model, setup.optimiser).lower(setup.state, setup.frozen, batch)
     temporary = lowered.compile().memory_analysis().temp_size_in_bytes
     planned = made.gradient + made.activations + made.working
@@ -129,10 +135,10 @@ def test_full_training_of_7b_fits_the_devices_that_the_pages_name() -> None:
     assert "8 accelerators of 40 GB" in (ROOT / "configs" / "vicuna_7b.yaml").read_text()
 
 
-def test_flops_by_hand() -> None:
+def test_flops_by_hand(present: TrainConfig) -> None:
     mesh = make_mesh({})
-    setup = set_up(SMALL, load(SMALL, mesh), mesh, 4)
+    setup = set_up(present, load(present, mesh), mesh, 4)
     layer = 4 * 128 * 128 + 3 * 128 * 512
-    products = 4 * layer + 128 * 768
+    products = 4 * layer + 128 * setup.lm.config.padded_vocab_size
     expected = 6 * products + 6 * 4 * 128 * 512
     assert model_flops(setup.lm.config, setup.state.params, 512) == expected

@@ -17,8 +17,7 @@ from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import abstract_parameters
 from tests.aot.abstract import placed
-from tests.helpers.training import SMALL, WIDE, changed, prepared
-from train.batches import synthetic_batch
+from tests.helpers.training import changed, first_batch, prepared, small, wide
 from train.config import TrainConfig
 from train.step import rounded, train_step
 
@@ -26,7 +25,7 @@ from train.step import rounded, train_step
 def stepped(config: TrainConfig) -> tuple[Any, Any]:
     """Metrics and full parameters after one step."""
     setup = prepared(config)
-    batch = synthetic_batch(setup.lm.codec, setup.lm.tokenizer, config, 5)
+    batch = first_batch(config, setup.lm)
     take = train_step(setup.model, setup.optimiser, config.optimiser.accumulate)
     state, metrics = take(setup.state, setup.frozen, setup.place(batch))
     return metrics, setup.language_model(state).params
@@ -48,7 +47,7 @@ WAYS += [pytest.param(change, marks=pytest.mark.slow) for change in ({"model__sc
 @pytest.mark.parametrize("change", WAYS, ids=str)
 def test_the_same_step_in_another_way(change: dict[str, Any]) -> None:
     """Check that accumulated, scanned and rematerialised steps equal the plain step."""
-    base = changed(WIDE, optimiser__warmup=0.0, steps=1)
+    base = changed(wide(), optimiser__warmup=0.0, steps=1)
     metrics, params = stepped(base)
     other, after = stepped(changed(base, **change))
     assert float(other["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
@@ -60,16 +59,16 @@ def test_gradients_of_an_accumulated_step_are_those_of_the_whole(monkeypatch: An
     """Check the gradients by plain gradient descent, in which an update is the gradient."""
     monkeypatch.setattr("train.setup.make_optimiser", lambda config, steps: SGD)
     SGD = optax.sgd(1.0)
-    whole, parts = (stepped(changed(WIDE, optimiser__accumulate=parts))[1] for parts in (1, 4))
-    start = prepared(WIDE).language_model(prepared(WIDE).state).params
+    whole, parts = (stepped(changed(wide(), optimiser__accumulate=parts))[1] for parts in (1, 4))
+    start = prepared(wide()).language_model(prepared(wide()).state).params
     moved = [np.abs(a - b).max() for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(start), strict=True)]
     assert max(moved) > 1e-3
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, parts)
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted() -> None:
-    setup = prepared(SMALL)
-    batch = synthetic_batch(setup.lm.codec, setup.lm.tokenizer, SMALL, 0)
+    setup = prepared(small())
+    batch = first_batch(small(), setup.lm)
     before = jax.device_get(setup.state)
     bad = batch._replace(loss=np.where(batch.loss > 0, np.inf, 0).astype(np.float32))
     take = train_step(setup.model, setup.optimiser)
@@ -87,8 +86,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted() -> None:
 @pytest.mark.further
 @pytest.mark.several
 def test_a_step_keeps_the_shardings_of_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = prepared(changed(WIDE, mesh__data=2, mesh__fsdp=2, mesh__tensor=2))
-    batch = setup.place(synthetic_batch(setup.lm.codec, setup.lm.tokenizer, WIDE, 5))
+    setup = prepared(changed(wide(), mesh__data=2, mesh__fsdp=2, mesh__tensor=2))
+    batch = setup.place(first_batch(wide(), setup.lm))
     given = jax.tree.map(lambda leaf: (leaf.sharding, leaf.ndim), setup.state)
 
     def kept(step: Any) -> list[bool]:
@@ -111,7 +110,7 @@ def test_bfloat16_parameters_move_on_average() -> None:
     moved = rounded(new, old, jax.random.key(0))["a"]
     assert moved.dtype == jnp.bfloat16 and set(np.unique(np.asarray(moved, np.float32))) == {1.0, 1.0 + 2.0**-7}
     assert float(moved.astype(jnp.float32).mean()) == pytest.approx(1.0 + 2.0**-11, abs=2.0**-13)
-    config = changed(SMALL, model__parameters="bfloat16")
+    config = changed(small(), model__parameters="bfloat16")
     setup = prepared(config)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(setup.state.params)} == {"bfloat16"}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(setup.state.optimiser[1][0].nu)} == {"float32"}

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from aspd_jax.blocks.extract import propose
-from aspd_jax.blocks.spans import BlockSpan, BranchSpan, blocks_from_json, blocks_to_json, spans_of, structure_of
+from aspd_jax.blocks.spans import BlockSpan, BranchSpan, spans_of, structure_of
 from aspd_jax.errors import StructureError
 from aspd_jax.structure import plain_text
 from tests.conftest import shared
@@ -160,9 +160,7 @@ def test_spans_are_exact_and_code_is_never_cut(lines: list[str], newline: str) -
     for blocks in propose(answer):
         structure = structure_of(answer, blocks)
         assert plain_text(structure) == answer
-        assert (
-            spans_of(structure, "names") == blocks == blocks_from_json(json.loads(json.dumps(blocks_to_json(blocks))))
-        )
+        assert spans_of(structure, "names") == blocks
         for block in blocks:
             assert len(block.branches) >= 2
             for branch in block.branches:

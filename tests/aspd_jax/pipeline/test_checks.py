@@ -1,18 +1,12 @@
-"""Rules that refuse a block by its words, and JSON in replies."""
+"""Rules that refuse a block by its words."""
 
 from __future__ import annotations
-
-import json
-from typing import Any
 
 import pytest
 
 from aspd_jax.blocks.checks import find_dependence
 from aspd_jax.blocks.extract import propose
 from aspd_jax.blocks.spans import BlockSpan, BranchSpan
-from aspd_jax.errors import DataError
-from aspd_jax.pipeline.endpoint import parse_json
-from aspd_jax.pipeline.teacher import SCHEMAS
 
 
 def why(answer: str, question: str = "What should I do?") -> str | None:
@@ -84,7 +78,7 @@ def test_dependence_is_named(kind: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(("title", "sums_up"), [("Conclusion", True), ("Final thoughts", True), ("Legacy", False)])
-def test_a_teachers_last_part_may_not_sum_up(title: str, sums_up: bool) -> None:
+def test_the_last_part_may_not_sum_up(title: str, sums_up: bool) -> None:
     answer = "It began. It grew. It lasted."
     branches = (BranchSpan("Birth", 0, 10), BranchSpan("Youth", 10, 19), BranchSpan(title, 19, 29))
     assert (find_dependence(["What is jazz?"], answer, BlockSpan(branches)) is not None) == sums_up
@@ -113,37 +107,3 @@ def test_numbers_of_the_question_are_nobodys_result() -> None:
     answer = "1. Pens: 3 x 20 = 60.\n2. Left of 60: none."
     assert (why(answer) or "").startswith("shared result")
     assert why(answer, "I have 60 dollars.") is None
-
-
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        ('```json\n{"a": 1}\n```', {"a": 1}),
-        ('Sure! {"a": {"b": 2}} Done.', {"a": {"b": 2}}),
-        ('{"a": "line\nbreak"}', {"a": "line\nbreak"}),
-    ],
-)
-def test_json_is_found_in_replies(text: str, value: Any) -> None:
-    assert parse_json(text) == value
-
-
-@pytest.mark.parametrize("text", ["", "no", '{"a": ', "[1]", '{"groups": [{"parts": [{"fi'])
-def test_replies_without_json_are_named(text: str) -> None:
-    with pytest.raises(DataError, match="reply"):
-        parse_json(text)
-
-
-def test_schemas_are_strict() -> None:
-    """Check that structured outputs require every field and no others, at every depth."""
-
-    def check(schema: dict[str, Any]) -> None:
-        if schema["type"] == "object":
-            assert schema["additionalProperties"] is False and schema["required"] == list(schema["properties"])
-            for field in schema["properties"].values():
-                check(field)
-        elif schema["type"] == "array":
-            check(schema["items"])
-
-    for schema in SCHEMAS.values():
-        check(schema)
-        json.dumps(schema)

@@ -1,4 +1,4 @@
-"""The commands of `aspd data`: showing, counting, estimating, and mistakes."""
+"""The commands of `aspd data`: showing, counting, and mistakes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 import aspd
-from aspd_jax.pipeline.data_report import Account, Report
+from aspd_jax.pipeline.data_report import Report
 from tests.conftest import ROOT
-from tests.helpers.pipeline_data import CHAIN, LIST, faithful, write_two
-from tests.helpers.teacher_server import TeacherServer
+from tests.helpers.pipeline_data import write_two
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +51,11 @@ def test_show_and_stats(built: Path, capsys: Any) -> None:
 def test_the_report_counts_every_stage_at_which_a_block_fails() -> None:
     code = "".join(file.read_text() for file in (ROOT / "aspd_jax/pipeline").glob("*.py"))
     stages = set(re.findall(r'"stage": "(\w+)"', code)) - {"read"}  # this one drops messages
-    report = Report(Account())
+    report = Report()
     for number, stage in enumerate(sorted(stages), 101):
-        report.add([], [{"stage": stage, "reason": f"of {stage}: x"}] * number, 0)
+        report.add([{"stage": stage, "reason": f"of {stage}: x"}] * number, 0)
     text = report.markdown()
-    assert {"short", "defect", "vote"} <= stages and "| … of defect | 103 |" in text and "of vote" not in text
+    assert {"short", "defect", "select"} <= stages and "| … of defect | 102 |" in text and "of select" not in text
     counts = re.findall(r"\| left out: [^|]+ \| (\d+) \|", text)
     assert sorted(map(int, counts)) == list(range(101, 101 + len(stages)))
 
@@ -83,55 +82,14 @@ def test_stats_of_names_and_leads(begin: str, efficiency: float, speedup: float,
     assert (found["PE"], found["ideal_speedup"]) == (efficiency, speedup)
 
 
-def test_dry_run_asks_nobody(built: Path, capsys: Any) -> None:
-    with TeacherServer(faithful) as server:
-        settings = [
-            f"teacher.base_url={server.url}",
-            "teacher.model=m",
-            "teacher.input_price=1",
-            "select.min_tokens=20",
-        ]
-        command = ["data", "build", str(built / "in.jsonl"), *settings, "--output", str(built / "dry"), "--dry-run"]
-        assert aspd.main(command) == 0
-        out = capsys.readouterr().out
-        # Two answers with 3 candidates, each with 3 votes; the form of the first one is voted on, too.
-        assert "2 answers, 2 of 20 tokens or more" in out and "at most 27 calls" in out and "a million tokens" in out
-        assert not server.bodies and not (built / "dry").exists()
-
-
-def test_records_that_are_left_out_before_cost_no_calls(capsys: Any, tmp_path: Path) -> None:
-    """Neither the run nor its estimate has calls for repetitive, truncated, unreadable and short answers."""
-    answers = [LIST, "It is good. It is good for you and me. " * 12, "Too short.", CHAIN]
-    rows: list[dict[str, Any]] = [{"question": f"{n}?", "answer": answer} for n, answer in enumerate(answers)]
-    rows += [{"question": "q", "answer": LIST, "finish_reason": "length"}, {"question": "q", "answer": LIST, "loss": 0}]
-    file = tmp_path / "in.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with TeacherServer(faithful) as server:
-        settings = ["teacher.model=m", "teacher.candidates=1", "teacher.votes=1", "select.max_repetition=0.3"]
-        settings += [f"teacher.base_url={server.url}", "select.min_tokens=20"]
-        command = ["data", "build", str(file), *settings, "--output", str(tmp_path / "out")]
-        assert aspd.main([*command, "--dry-run"]) == 0
-        calls = int(re.search(r"at most (\d+) calls", capsys.readouterr().out)[1])  # type: ignore[index]
-        assert aspd.main(command) == 0
-        # Two annotations and, at most, three votes. The two candidates of the first answer are equal, so their votes
-        # are one call; the teacher's candidate of the second answer does not pass the rules.
-        assert (calls, len(server.bodies)) == (2 + 3, 2 + 1)
-
-
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("teacher.base_url=http://x", "teacher.model"),
-        ("teacher.base_url=ftp://x", "teacher.model|http"),
-        ("teacher.schema=xml", "schema"),
-        ("rules=false", "rules: expected true"),
         ("select.max_branches=1", "max_branches"),
         ("select.serial_ratio=-1", "select.serial_ratio: expected at least 0, got -1.0"),
         ("select.max_repetition=.nan", "select.max_repetition: expected at least 0, got nan"),
-        ("likelihood.mean_rise=.nan", "likelihood.mean_rise: expected at least 0, got nan"),
-        ("teacher.vote=1", "did you mean 'teacher.votes'"),
-        ("likelihood.batch=0", "likelihood.batch"),
-        ("likelihood.model=none", "none"),
+        ("select.min_token=1", "did you mean 'select.min_tokens'"),
+        ("select.tokenizer=none", "none"),
         ("select.tokenizer=tests", "tests: expected a tokenizer"),
     ],
 )

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,24 +15,21 @@ from aspd_jax import LanguageModel, load_model
 from aspd_jax.blocks.measures import estimate_tokens, measure, saved
 from aspd_jax.blocks.spans import spans_of
 from aspd_jax.configuration import read_config
-from aspd_jax.errors import AspdError
 from aspd_jax.layout import Titles
-from aspd_jax.likelihood import Rise
 from aspd_jax.pipeline.build import build
-from aspd_jax.pipeline.data_config import DataConfig, LikelihoodSection, SelectSection, TeacherSection
+from aspd_jax.pipeline.data_config import DataConfig, SelectSection
 from aspd_jax.pipeline.work import Shard
 from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
 from aspd_jax.tokens import Codec
 from tests.conftest import ROOT
-from tests.helpers.pipeline_data import CHAIN, LIST, NO_TEACHER, PROSE, SMALL, faithful, lines
-from tests.helpers.teacher_server import TeacherServer
+from tests.helpers.pipeline_data import CHAIN, LIST, PROSE, RULES, SMALL, lines
+from tests.helpers.tasks import problem
 from train.config import DataSection
 from train.records import Records
-from train.tasks import problem
 
 
 def test_answers_are_kept_and_dependent_ones_stay_serial(source: Path, tmp_path: Path) -> None:
-    outcome = build(NO_TEACHER, str(source), tmp_path / "out", progress=False)
+    report = build(RULES, str(source), tmp_path / "out", progress=False)
     structured, plain = lines(tmp_path / "out" / "structured.jsonl"), lines(tmp_path / "out" / "plain.jsonl")
     answers = [LIST, PROSE, CHAIN, "- hi\n- ho", LIST, PROSE]
     found = [from_json(m["structure"]) for row in structured for m in row["messages"] if m["role"] == "assistant"]
@@ -51,14 +43,14 @@ def test_answers_are_kept_and_dependent_ones_stay_serial(source: Path, tmp_path:
     assert {(row["id"], row["stage"]) for row in rejected} == {
         ("chain", "check"), ("short", "short"), ("6", "read"), ("7", "read")
     }  # fmt: skip
-    report = outcome.report.as_dict()
-    assert report["records"] == 7 and report["left_out"]["read"] == 2 and report["statistics"]["with_block"] == 2
-    assert report["statistics"]["PPD"] == pytest.approx(2 / 6) and report["statistics"]["ABN"] == 3
+    figures = report.as_dict()
+    assert figures["records"] == 7 and figures["left_out"]["read"] == 2 and figures["statistics"]["with_block"] == 2
+    assert figures["statistics"]["PPD"] == pytest.approx(2 / 6) and figures["statistics"]["ABN"] == 3
     assert "back reference" not in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_training_reads_what_is_left(source: Path, tmp_path: Path, lm: LanguageModel) -> None:
-    build(NO_TEACHER, str(source), tmp_path / "out", progress=False)
+    build(RULES, str(source), tmp_path / "out", progress=False)
     for name in ("structured", "plain"):
         records = Records(lm, [str(tmp_path / "out" / f"{name}.jsonl")], DataSection(length=4096), tmp_path / "cache")
         assert len(records) == 5 and not records.problems
@@ -118,7 +110,7 @@ def test_the_best_of_several_answers_are_kept(tmp_path: Path) -> None:
         (0, ["prose", "list", "again", "one", "two"]),
     ):
         config = DataConfig(select=replace(SMALL, per_question=count))
-        report = build(config, str(file), tmp_path / f"{count}", progress=False).report
+        report = build(config, str(file), tmp_path / f"{count}", progress=False)
         assert [row["id"] for row in lines(tmp_path / f"{count}" / "structured.jsonl")] == kept
         assert (report.left_out["question"], report.left_out["record"], report.written) == (5 - len(kept), 1, len(kept))
         rejected = [row for row in lines(tmp_path / f"{count}" / "rejected.jsonl") if "message" not in row]
@@ -153,7 +145,7 @@ def test_every_record_has_one_place_and_the_numbers_add_up(tmp_path: Path) -> No
         "kinds": {"serial_kinds": ("stories",)},
     }.items():
         out = tmp_path / name
-        report = build(DataConfig(select=replace(SMALL, **changes)), str(file), out, progress=False).report
+        report = build(DataConfig(select=replace(SMALL, **changes)), str(file), out, progress=False)
         structured, plain, rejected = (lines(out / f"{kind}.jsonl") for kind in ("structured", "plain", "rejected"))
         whole = [row for row in rejected if "message" not in row]
         assert [row["line"] for row in structured] == [row["line"] for row in plain]
@@ -194,107 +186,18 @@ def test_prose_is_kept_for_some_kinds_of_questions_only(tmp_path: Path) -> None:
 
 
 def test_shards_make_the_whole(source: Path, tmp_path: Path) -> None:
-    build(NO_TEACHER, str(source), tmp_path / "whole", progress=False)
+    build(RULES, str(source), tmp_path / "whole", progress=False)
     for number in range(3):
-        build(NO_TEACHER, str(source), tmp_path / "parts", Shard(number, 3), progress=False)
+        build(RULES, str(source), tmp_path / "parts", Shard(number, 3), progress=False)
     for name in ("structured", "plain", "rejected"):
         parts = [row for file in (tmp_path / "parts").glob(f"{name}-*.jsonl") for row in lines(file)]
         whole = lines(tmp_path / "whole" / f"{name}.jsonl")
         assert sorted(parts, key=lambda row: row["line"]) == whole
 
 
-def test_a_killed_run_goes_on(tmp_path: Path) -> None:
-    """Check that a run killed twice repeats no finished call and has the output of an uninterrupted run."""
-    file = tmp_path / "many.jsonl"
-    rows = [{"question": f"q{n}", "answer": LIST.replace("eight", f"{n}")} for n in range(60)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with TeacherServer(faithful, delay=0.05) as server:
-        settings = [f"teacher.base_url={server.url}", "teacher.model=m", "teacher.candidates=1", "teacher.votes=1"]
-        settings += ["teacher.concurrency=2", "select.min_tokens=20"]
-        command = [
-            sys.executable,
-            "-m",
-            "aspd",
-            "data",
-            "build",
-            str(file),
-            *settings,
-            "--output",
-            str(tmp_path / "out"),
-        ]
-        for target in (20, 80):
-            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            while sum(server.seen.values()) < target and process.poll() is None:
-                time.sleep(0.01)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
-        calls = sum(server.seen.values())
-        assert 2 * 60 <= calls <= 2 * 60 + 2 * 2  # an annotation and a vote each; those in flight may come twice
-        config = DataConfig(
-            select=SMALL, teacher=TeacherSection(base_url=server.url, model="m", candidates=1, votes=1, concurrency=9)
-        )
-        build(config, str(file), tmp_path / "undisturbed", progress=False)
-    assert (tmp_path / "out" / "structured.jsonl").read_text() == (
-        tmp_path / "undisturbed" / "structured.jsonl"
-    ).read_text()
-
-
-def test_likelihood_decides(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lm: LanguageModel) -> None:
-    monkeypatch.setattr("aspd_jax.language_model.load_model", lambda name: lm)
-
-    def blocks(**limits: Any) -> tuple[int, Any]:
-        section = LikelihoodSection(model="demo", batch=2, **limits)
-        report = build(
-            DataConfig(select=SMALL, likelihood=section), str(source), tmp_path / "out", progress=False
-        ).report
-        return report.statistics()["with_block"], report
-
-    found, report = blocks(mean_rise=1e9, peak_rise=1e9)
-    # A third block, of two branches, is refused by what it says; so no model is asked about it.
-    assert found == 2 and len(report.rises) == 3 + 3 and report.as_dict()["likelihood"]["mean_rise"]
-
-    def known(lm: LanguageModel, rows: Any, size: int) -> Any:
-        return ([Rise(0.3, 2.0)] * int(row.branch.max()) for row in rows)
-
-    monkeypatch.setattr("aspd_jax.likelihood.nll_increases", known)
-    (tmp_path / "out" / "work.sqlite").unlink()
-    for limits, left in (
-        ({"mean_rise": 0.3, "peak_rise": 2.0}, 2),
-        ({"mean_rise": 0.29, "peak_rise": 2.0}, 0),
-        ({"mean_rise": 0.3, "peak_rise": 1.9}, 0),
-        ({"length": 10}, 0),
-    ):
-        found, report = blocks(**limits)
-        assert (found, report.failed["likelihood"]) == (left, 2 - left)
-
-
-def test_two_processes_cannot_share_a_store(tmp_path: Path) -> None:
-    from aspd_jax.pipeline.store import Store
-
-    store = Store(tmp_path / "work.sqlite")
-    store.add_reply("key", ("text", 1, 2))  # type: ignore[arg-type]
-    with pytest.raises(AspdError, match="another process"):
-        Store(tmp_path / "work.sqlite")
-    store.close()
-    again = Store(tmp_path / "work.sqlite")
-    assert again.reply("key") == ("text", 1, 2) and again.reply("other") is None
-    again.close()
-    (tmp_path / "text.sqlite").write_bytes(os.urandom(5000))
-    with pytest.raises(AspdError, match="expected the store of a run"):
-        Store(tmp_path / "text.sqlite")
-
-
 def test_estimated_tokens_are_near_real_ones(lm: LanguageModel) -> None:
     assert estimate_tokens("") == 0 and estimate_tokens("你好") == 2
     assert 0.7 < estimate_tokens(LIST) / (len(LIST.split()) * 1.3) < 1.3
-
-
-def test_checks_can_be_left_to_others(two: Path, tmp_path: Path) -> None:
-    for check, forks in ((True, 1), (False, 2)):
-        config = DataConfig(check_dependence=check, select=SMALL)
-        report = build(config, str(two), tmp_path / "out", progress=False).report
-        assert report.statistics()["with_block"] == forks
 
 
 def test_only_the_last_message_says_what_an_answer_should_be(tmp_path: Path) -> None:
@@ -309,20 +212,20 @@ def test_only_the_last_message_says_what_an_answer_should_be(tmp_path: Path) -> 
         source.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
         config = DataConfig(select=replace(SMALL, as_asked=True))
         out = tmp_path / f"{len(kept)}"
-        kept.append(build(config, str(source), out, progress=False).report.statistics()["with_block"])
+        kept.append(build(config, str(source), out, progress=False).statistics()["with_block"])
     assert kept == [1, 1, 0]
 
 
 def test_blocks_may_have_too_many_branches(two: Path, tmp_path: Path) -> None:
     config = DataConfig(select=SelectSection(min_tokens=20, max_branches=2))
-    report = build(config, str(two), tmp_path / "out", progress=False).report
+    report = build(config, str(two), tmp_path / "out", progress=False)
     assert report.failed["select"] == 1
 
 
 def test_a_tokenizer_counts_its_own_tokens(two: Path, tmp_path: Path) -> None:
     lm = load_model("demo")
     config = DataConfig(select=SelectSection(min_tokens=20, tokenizer="demo"))
-    report = build(config, str(two), tmp_path / "out", progress=False).report
+    report = build(config, str(two), tmp_path / "out", progress=False)
     (block,) = spans_of(from_json(lines(tmp_path / "out" / "structured.jsonl")[0]["messages"][1]["structure"]))
     pieces = [LIST[: block.start], *(LIST[b.start : b.end] for b in block.branches), LIST[block.end :]]
     assert report.answers[0].tokens == sum(len(lm.codec.text.encode(piece)) for piece in pieces)
@@ -354,7 +257,7 @@ def test_records_that_teach_nothing_good_are_in_neither_set(tmp_path: Path) -> N
 
     def kept(name: str, **changes: Any) -> tuple[set[str], Any]:
         config = DataConfig(select=replace(SMALL, **changes))
-        report = build(config, str(source), tmp_path / name, progress=False).report
+        report = build(config, str(source), tmp_path / name, progress=False)
         structured, plain = (lines(tmp_path / name / f"{kind}.jsonl") for kind in ("structured", "plain"))
         assert [row["id"] for row in structured] == [row["id"] for row in plain]
         return {row["id"] for row in structured}, report
@@ -380,7 +283,7 @@ def test_lists_with_a_defect_take_no_place_of_serial_answers(tmp_path: Path) -> 
     rows = ({"id": number, "question": f"{number}?", "answer": answer} for number, answer in enumerate(answers))
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(select=replace(SMALL, serial_ratio=1.0))
-    report = build(config, str(source), tmp_path / "out", progress=False).report
+    report = build(config, str(source), tmp_path / "out", progress=False)
     assert len(lines(tmp_path / "out" / "plain.jsonl")) == 20 and (
         report.left_out["record"],
         report.left_out["serial"],

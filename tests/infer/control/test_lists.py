@@ -110,14 +110,13 @@ class Device:
     def apply(self, guidance: RowGuidance) -> None:
         self.decisions.append(guidance)
         if guidance.resume_at >= 0:
-            fed = guidance.text or guidance.known_tokens or guidance.finish
-            assert fed, "something has to be fed next"
+            assert guidance.text or guidance.known_tokens or guidance.finish, "something has to be fed next"
             self.serial = self.serial[: guidance.resume_at - BASE]
             self.branches, self.live = {}, set()
         self.tokens_left -= guidance.spent
         self.serial += guidance.text
-        if guidance.check is not None:
-            self.serial += guidance.known_tokens.get(0, ())
+        assert not (guidance.known_tokens.get(0) and guidance.counted)
+        self.serial += guidance.known_tokens.get(0, ())
         self.known = self.known or bool(guidance.text)
         self.left = {**dict.fromkeys(self.left, NO_LIMIT), **guidance.left}
         self.stops |= guidance.stops
@@ -209,6 +208,11 @@ def device(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Device]:
     return made
 
 
+def fed(guidance: RowGuidance) -> list[int]:
+    """Return the known serial tokens of decisions."""
+    return [*guidance.text, *guidance.known_tokens.get(0, ())]
+
+
 def texts(codec: TextCodec, output: RequestOutput) -> list[str | list[str]]:
     """Return the text of each serial segment, and those of the branches of each block."""
     return [
@@ -298,7 +302,7 @@ def test_what_should_not_fork_does_not(device: Callable[..., Device], question: 
     """Check programs, code blocks and derivations: the same text, serially, without a hidden token."""
     one = device(model("Walks", "Sleep", "Food", opening=opening), question)
     output = one.run()
-    assert not any(g.branches or g.text for g in one.decisions) and output.discarded == 0
+    assert not any(g.branches or g.text or g.known_tokens for g in one.decisions) and output.discarded == 0
     assert one.steps == len(one.ids(output)) and output.finish in (STOP, LENGTH)
 
 
@@ -319,7 +323,7 @@ def test_the_outline_has_no_lead_too_many(device: Callable[..., Device], budget:
     """Check that the outline ends with the items for which the budget has room: leads take steps."""
     one = device(model("Reading", "Writing", "Running", "Walks", "Sleep", "Food"), budget=budget)
     one.run()
-    outline = [guidance for guidance in one.decisions if "..." in one.codec.decode(list(guidance.text))]
+    outline = [guidance for guidance in one.decisions if "..." in one.codec.decode(fed(guidance))]
     assert [guidance.branches for guidance in one.decisions if guidance.branches] == [items]
     assert len(outline) == items - 1 + (budget == 1000), "a further lead is tried only where the model ends the list"
 

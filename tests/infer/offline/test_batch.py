@@ -233,7 +233,7 @@ def test_a_conversation_goes_on_with_the_tokens_of_its_answers() -> None:
     text, in every process.
     """
     from aspd_jax import load_model
-    from train.tasks import problem
+    from tests.helpers.tasks import problem
 
     demo = Engine(load_model("demo"), max_length=1024, max_batch=1)
     question = problem(3, True, "orders", "conclusion").question

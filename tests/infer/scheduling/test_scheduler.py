@@ -26,6 +26,7 @@ from infer.decode.decode_step import run, summarise
 from infer.decode.derived import BranchBudget
 from infer.decode.slots import copy_slots
 from infer.decode.state import PROMPT, SequenceState
+from infer.request import ScoredBranch
 from infer.scheduling.buckets import PROMPT_BESIDE
 from infer.scheduling.handle import Handle
 from infer.scheduling.prefix_cache import MIN_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
@@ -561,6 +562,9 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
         if handles[3].result is None and handles[0].result is not None:
             handles[3].partial()
             handles[3].cancel()
+    known = [ScoredBranch((40, 41, 42) * size, (2,), (43,)) for size in (1, 3, 12)]
+    scored = [own.submit_checked(own.check_branches(prompt, known)) for prompt in prompts[2:4]]
+    assert all(handle.wait().scores for handle in scored) and own.score(prompts[2], known[:1])
     assert any(result.stats.blocks for result in results) and any(result.stats.reused_tokens for result in results)
     assert not programs_compiled(compiled)
     jax.block_until_ready(jax.jit(lambda x: x * len(compiled))(1.0))

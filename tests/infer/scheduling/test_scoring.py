@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+import infer.scheduling.runner
 from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
 from aspd_jax.layout import build_layout
 from aspd_jax.model.cache import Bucket
 from infer import Engine, SamplingParams
-from infer.control.scoring import KnownTokens
-from infer.decode.scoring import MAX_READS
+from infer.control.scoring import KnownTokens, score_inputs
+from infer.decode.scoring import MAX_READS, score
 from infer.request import ScoredBranch
 from infer.scheduling.buckets import MAX_TOKENS
+from infer.scheduling.step_cost import StepCost
 from tests.conftest import SIZES
 
 ATOL = 1e-4
@@ -97,6 +100,45 @@ def test_streams_go_on_between_the_steps_of_branches(engine: Engine) -> None:
     assert engine.submit_checked(engine.check_branches(prompt, known)).wait().stats.steps == 3
 
 
+@pytest.mark.further
+def test_requests_share_steps_where_that_is_cheaper(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check three requests: by tokens, each has its own step; where all steps cost the same, they share one."""
+    lm, prompts = engine.lm, [tokens(20 + n, 15 + n) for n in range(3)]
+    known = [[branch(30 + n, 25), branch(40 + n, 30 + n)] for n in range(3)]
+    seen: list[list[int]] = []
+
+    def count(*arguments: Any) -> Any:
+        seen.append(sorted({int(row) for row in arguments[2].unpack().row} - {engine.max_batch}))
+        return score(*arguments)
+
+    monkeypatch.setattr(infer.scheduling.runner, "score", count)
+    for cost in (None, None, StepCost(1.0, 0.0, 0.0)):  # the first run feeds the prompts, at different times
+        monkeypatch.setattr(engine._scheduler, "_cost", cost)
+        seen.clear()
+        results = [engine.submit_checked(engine.check_branches(*pair)) for pair in zip(prompts, known, strict=True)]
+        for handle, prompt, own in zip(results, prompts, known, strict=True):
+            result = handle.wait()
+            assert result.stats.steps == 1
+            for one, read in zip(own, result.scores, strict=True):
+                np.testing.assert_allclose(read, alone(lm, prompt, one), atol=ATOL)
+        assert len(seen) == 3 if cost is None else len(seen) == 1 and len(seen[0]) == 3
+
+
+@pytest.mark.further
+def test_requests_share_what_a_step_can_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check two requests that together read more than a program does: the second goes on in the next step."""
+    monkeypatch.setattr(engine._scheduler, "_cost", StepCost(1.0, 0.0, 0.0))
+    ids, prompts = tokens(50, 60), [tokens(51, 9), tokens(52, 12)]
+    dense = ScoredBranch(ids, tuple(range(59)), ids[1:])
+    wide = ScoredBranch(ids[:2], (0, *(1,) * (MAX_READS - 3)), (5,) * (MAX_READS - 2))
+    asked = list(zip(prompts, (wide, dense), strict=True))
+    handles = [engine.submit_checked(engine.check_branches(prompt, [one])) for prompt, one in asked]
+    for handle, (prompt, one) in zip(handles, asked, strict=True):
+        np.testing.assert_allclose(handle.wait().scores[0], alone(engine.lm, prompt, one), atol=ATOL)
+    first, second = (handle.wait().stats.steps for handle in handles)
+    assert first == 1 < second
+
+
 def test_prompts_and_their_caches(engine: Engine) -> None:
     """Check that a prompt is fed once, and that neither branches nor earlier contents of the row remain."""
     engine.reset_cache()
@@ -145,8 +187,9 @@ def test_packs_have_room() -> None:
     known = KnownTokens([branch(seed, 30) for seed in range(10)], 100)
     assert (known.size, known.place.max()) == (300, 89)
     assert [known.left(start) for start in (0, 30, 89, 90, 270)] == [90, 60, 1, 90, 30]
-    parts = [known.inputs(0, 30 * start, 30, Bucket(1, 64, 64, 512)) for start in range(10)]
-    assert [(int(part.kept), int(part.branch[0])) for part in parts] == [*[(0, 1), (30, 2), (60, 3)] * 3, (0, 1)]
+    parts = [score_inputs({2: (known, 30 * start, 30)}, 4, Bucket(1, 64, 64, 512))[0] for start in range(10)]
+    assert [(int(part.place[0]), int(part.branch[0])) for part in parts] == [*[(0, 1), (30, 2), (60, 3)] * 3, (0, 1)]
+    assert all(part.row.tolist() == [2] * 30 + [4] * 34 for part in parts)
 
 
 @pytest.mark.parametrize(

@@ -325,10 +325,10 @@ def test_enter_always_says_something(page: Any) -> None:
 
 
 def test_the_first_screen(page: Any) -> None:
-    """Check two sentences and three questions, one with a schema, which can be changed."""
+    """Check two sentences and four examples, one with a schema, which can be changed."""
     assert len(re.findall(r"\.(?:\s|$)", page.inner_text("#welcome p"))) == 2
     examples = page.locator(".examples button")
-    assert examples.count() == 3 and not page.is_visible("#schema")
+    assert examples.count() == 4 and not page.is_visible("#schema")
     examples.nth(2).click()
     schema = json.loads(page.input_value("#schema"))
     assert 6 <= len(schema["properties"]) <= 8 and schema["required"] == list(schema["properties"])
@@ -341,6 +341,37 @@ def test_the_first_screen(page: Any) -> None:
     assert not page.is_visible("#welcome") and "response_format" not in page.evaluate("sent[0]")
     page.click("#anew")
     assert page.is_visible("#welcome") and page.locator(".turn").count() == 0
+
+
+def test_decisions(page: Any) -> None:
+    """Check the request of the example, the bars of its answer, and that it is no part of the conversation."""
+    page.locator(".examples button").nth(3).click()
+    assert page.is_visible("#questions") and not page.is_visible("#schema")
+    shares = [{"value": "engineering", "probability": 0.7}, {"value": "billing", "probability": 0.3}]
+    levels = [{"value": 0, "label": "calm", "probability": 0.2}, {"value": 1, "label": "<b>", "probability": 0.8}]
+    answers = [
+        {"type": "predicate", "probability": 0.9}, {"type": "choice", "choice": "engineering", "probabilities": shares},
+        {"type": "score", "score": 0.8, "probabilities": levels},
+    ]  # fmt: skip
+    play(page, {"status": 200, "body": json.dumps({"answers": answers, "aspd": {"steps": 1}})})
+    page.fill("#questions", "Is it so?\n\nWho? engineering | billing\nHow? calm < angry")
+    page.press("#question", "Enter")
+    page.wait_for_selector(ANSWERED, state="attached")
+    sent = page.evaluate("sent[0]")
+    assert sent["input"].startswith("Our nightly export") and sent["questions"] == [
+        {"type": "predicate", "instructions": "Is it so?"},
+        {"type": "choice", "instructions": "Who?", "choices": [{"value": "engineering"}, {"value": "billing"}]},
+        {"type": "score", "instructions": "How?", "levels": [{"label": "calm"}, {"label": "angry"}]},
+    ]
+    bars = [box["width"] for box in (bar.bounding_box() for bar in page.locator(".option i").all()) if box]
+    assert len(bars) == 6 and bars[2] / bars[3] == pytest.approx(7 / 3, rel=0.05)
+    assert page.locator(".option.best span:first-child").all_inner_texts() == ["true", "engineering", "<b>"]
+    assert "3 questions, 1 step" in page.inner_text(".figures") and page.evaluate("said.length") == 0
+    page.fill("#questions", " ")
+    put(page, "Now?", FAILED)
+    assert "no questions" in page.inner_text(".error") and page.get_attribute("#questions", "aria-invalid") == "true"
+    page.check("#structured")
+    assert page.is_visible("#schema") and not page.is_visible("#questions") and not page.is_checked("#decided")
 
 
 def end_of_text(page: Any) -> float:

@@ -55,7 +55,7 @@ def endless(seed: int = 7, **more: Any) -> dict[str, Any]:
 
 
 def test_the_official_client(server: Running) -> None:
-    client, expected = server.client(), QUESTIONS[0].references[0]
+    client, expected = server.client(), QUESTIONS[0].answer
     whole = client.chat.completions.create(**ask(), extra_body={"aspd": {"statistics": True}})
     assert whole.choices[0].message.content == expected and whole.choices[0].finish_reason == "stop"
     stats = whole.model_extra["aspd"][0]["statistics"]  # type: ignore[index]
@@ -90,7 +90,7 @@ def test_branches_in_the_stream(server: Running, slow_motion: None) -> None:
         elif place["event"] == "token":
             pieces.append(chunk.choices[0].delta.content)
     text = "".join("".join(blocks[piece]) if isinstance(piece, int) else piece for piece in pieces)
-    assert text == QUESTIONS[0].references[0] and order != sorted(order)
+    assert text == QUESTIONS[0].answer and order != sorted(order)
 
 
 def test_what_is_asked_is_what_is_sampled(server: Running) -> None:
@@ -389,7 +389,7 @@ def test_it_finishes_what_is_under_way_when_told_to_stop() -> None:
             process.send_signal(signal.SIGTERM)
             rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in rest)
-        assert text == QUESTIONS[0].references[0] and rest[-1]["choices"][0]["finish_reason"] == "stop"
+        assert text == QUESTIONS[0].answer and rest[-1]["choices"][0]["finish_reason"] == "stop"
         assert process.wait(30) == 0
     finally:
         process.kill()
@@ -433,7 +433,7 @@ def test_the_page_in_a_browser(server: Running) -> None:
         before = programs_compiled()
 
         def ask_first() -> str:
-            page.fill("#question", QUESTIONS[0].turns[0])
+            page.fill("#question", QUESTIONS[0].question)
             page.keyboard.press("Enter")
             page.wait_for_selector(".ratio:has-text('x')", timeout=120_000)
             return page.inner_text(".ratio")
@@ -453,11 +453,11 @@ def test_the_page_in_a_browser(server: Running) -> None:
         assert page.inner_text("#spoken").startswith("answered")
 
         page.uncheck("#compare")
-        page.fill("#question", QUESTIONS[1].turns[0])  # a second turn, on the cache of the first
+        page.fill("#question", QUESTIONS[1].question)  # a second turn, on the cache of the first
         page.click("#ask")
         page.wait_for_selector("#spoken:text-is('answered. ')", state="attached", timeout=120_000)
         assert page.evaluate("said.length") == 4 and page.locator(".answer").count() == 3
-        assert page.evaluate("said[1].content") == QUESTIONS[0].references[0]
+        assert page.evaluate("said[1].content") == QUESTIONS[0].answer
         page.set_viewport_size({"width": 360, "height": 640})  # a phone: nothing to scroll sideways
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         page.click("#anew")
@@ -479,7 +479,7 @@ def test_the_page_in_a_browser(server: Running) -> None:
         page.wait_for_selector(".answer .error", timeout=60_000)
         assert "prompt: expected at most" in page.inner_text(".error")
         assert page.input_value("#question").startswith("word word")  # what failed can be changed and asked again
-    bare = "".join(QUESTIONS[0].references[0].split())
+    bare = "".join(QUESTIONS[0].answer.split())
     assert "".join(text.split()) == bare and "".join(shown.split()) == bare
     found = re.fullmatch(r"\d+\.\d\dx: (\d+) steps, serial (\d+)", speed)
     assert found is not None and int(found[1]) < int(found[2])

@@ -1,4 +1,4 @@
-"""Synthetic questions with checkable answers, some of which must be decoded serially.
+"""Synthetic questions with checkable answers, some of which must be decoded serially; the model `demo` knows them.
 
 There are three families with short parts, and `letters` with long parts. Each has four kinds:
 
@@ -20,6 +20,7 @@ from random import Random
 from typing import Any
 
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, plain_text, to_json
+from infer.evaluation.questions import Question
 
 FAMILIES = ("orders", "records", "machines")  # families with short parts, the default
 LONG_FAMILY = "letters"
@@ -98,39 +99,17 @@ def problem(seed: int, held_out: bool, family: str | None = None, kind: str | No
             return Problem(chosen_family, chosen_kind, question, structure)
 
 
-def conversations(count: int, held_out: bool, long_every: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the problems of the first seeds as training data; every `long_every`-th has long parts, 0: none."""
-    for seed in range(count):
-        long = long_every > 0 and seed % long_every == long_every - 1
-        yield conversation(problem(seed, held_out, LONG_FAMILY if long else None))
+def record(item: Problem) -> dict[str, Any]:
+    """Return a problem as training data (docs/training.md)."""
+    return {"messages": [{"role": "user", "content": item.question}], "structure": to_json(item.structure)}
 
 
-def conversation(item: Problem, structure: Structure | None = None) -> dict[str, Any]:
-    """Return a problem as training data (docs/training.md), optionally with another structure of the same answer."""
-    messages = [{"role": "user", "content": item.question}]
-    return {"messages": messages, "structure": to_json(structure or item.structure)}
-
-
-def recital(seed: int) -> Problem:
-    """Make a problem whose answer repeats the random words of the question with fixed words between them.
-
-    Nearly every word of the answer must be copied from the question, which teaches a new model to copy.
-    """
-    random = Random(seed)
-    follows: dict[str, str] = {}
-    for words, between in (
-        (NAMES, ", a"),
-        (JOBS, " from"),
-        (CITIES, ", aged"),
-        (HOBBIES, " and has a"),
-        (GOODS, " at"),
-        (PETS, ". The"),
-    ):
-        follows |= dict.fromkeys(words, between)
-    words = random.sample(sorted(follows), random.randint(6, 18))
-    question = "".join(f" {word}{random.choice([',', ',', ':'])}" for word in words)
-    answer = "".join(f" {word}{follows[word]}" for word in words)
-    return Problem("recital", "recital", question, (Serial(answer),))
+def synthetic_questions(count: int) -> list[Question]:
+    """Return held-out problems as questions of an evaluation."""
+    return [
+        Question(number, f"{item.family}, {item.kind}", (item.question,), forks=item.forks)
+        for number, item in enumerate(held_out(count))
+    ]
 
 
 def is_held_out(question: str) -> bool:

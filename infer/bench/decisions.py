@@ -1,0 +1,182 @@
+"""Benchmark of decisions: all questions in one pass, a request for each, and serial JSON of all answers, in one run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from infer.decisions import Option, Question
+from infer.engine import Engine
+from infer.request import PromptTooLong, Request, SamplingParams
+
+MESSAGE = (
+    "Hello, our nightly export has failed three nights in a row, always at 02:10 with the error E-4127. We are on the "
+    "Pro plan with 60 users, and our accountants need the file by eight each morning. Your colleague said on Monday "
+    "that a fix was on its way, but nothing has changed, and nobody has answered since. We were also billed twice for "
+    "October. If this goes on, we will move to another provider at the end of the month. Mara Lindqvist, Fjordline"
+)
+TEAMS = (Option("engineering", "repairs what is broken"), Option("billing", "handles charges"), Option("success"))
+QUESTIONS = (
+    Question("predicate", "Does the customer report a failure?"),
+    Question("predicate", "Does the customer threaten to leave?"),
+    Question("predicate", "Was the customer billed wrongly?"),
+    Question("predicate", "Has the customer written before?"),
+    Question("choice", "Which team owns this message?", TEAMS),
+    Question("choice", "Which plan has the customer?", (Option("Free"), Option("Pro"), Option("Enterprise"))),
+    Question("score", "How upset is the customer?", (Option("calm"), Option("annoyed"), Option("angry"))),
+    Question("score", "How urgent is the message?", (Option("can wait"), Option("this week"), Option("today"))),
+)
+WHOLE, ORDERS = "one pass", "one pass, all orders"
+EACH, SERIAL, LLAMA = "a request for each", "serial JSON of all answers", "llama.cpp, a request for each"
+
+
+class Work(NamedTuple):
+    """Work of one run; steps include those of prompts, and are None where they are not known."""
+
+    tokens: int
+    steps: int | None
+
+
+@dataclass(frozen=True)
+class DecisionTime:
+    """Time of one way to answer questions, from an empty cache.
+
+    Attributes:
+        questions: number of questions.
+        way: how they are answered.
+        tokens: tokens that are fed, cached ones excluded.
+        steps: steps, those of prompts included; None: not known.
+        seconds: median over the runs.
+        fastest, slowest: extremes of `seconds`.
+    """
+
+    questions: int
+    way: str
+    tokens: int
+    steps: int | None
+    seconds: float
+    fastest: float
+    slowest: float
+
+
+def many_questions(count: int) -> list[Question]:
+    """Return different questions about `MESSAGE`: `QUESTIONS` in turn, with the number of their turn."""
+    turns = ((turn, asked) for turn in range(1, count + 1) for asked in QUESTIONS)
+    marked = (
+        Question(q.kind, f"{q.instructions} ({turn})" if turn > 1 else q.instructions, q.options) for turn, q in turns
+    )
+    return [question for _, question in zip(range(count), marked, strict=False)]
+
+
+def run_requests(engine: Engine, requests: Sequence[Request]) -> Work:
+    """Run requests that are submitted together."""
+    handles, steps = [engine.submit_checked(request) for request in requests], 0
+    while engine.step():
+        steps += engine.last_chunk.steps
+    stats = [handle.wait().stats for handle in handles]
+    fed = sum(one.prompt_tokens - one.reused_tokens + one.scored_tokens + one.generated_tokens for one in stats)
+    return Work(fed, steps)
+
+
+def serial_request(engine: Engine, questions: Sequence[Question]) -> Request:
+    """Return the request of one JSON object with the answers to all questions, in serial mode."""
+    lines, properties = [], {}
+    for number, question in enumerate(questions, 1):
+        options = "; ".join(option.text for option in question.options)
+        lines.append(f"q{number}: {question.instructions} {f'One of: {options}' if options else 'true or false'}")
+        values = [str(option.value) for option in question.options]
+        properties[f"q{number}"] = {"enum": values} if values else {"type": "boolean"}
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    text = "\n".join([MESSAGE, "", "Answer all questions as JSON.", *lines])
+    params = SamplingParams(json_schema=schema, max_new_tokens=24 * len(questions) + 16)
+    return engine.check([{"role": "user", "content": text}], params, "serial")
+
+
+def decision_times(
+    engine: Engine, count: int, repeats: int, llama: Callable[[Sequence[Request]], Work] | None = None
+) -> list[DecisionTime]:
+    """Time all ways to answer questions, in alternation, after a run of each that compiles.
+
+    Args:
+        engine: engine; its rows are the requests that run together.
+        count: number of questions.
+        repeats: timed runs.
+        llama: see `llama_runner`; None: it is left out.
+    """
+    questions = many_questions(count)
+    single = [engine.ask(MESSAGE, [question], "none").asked[0].request for question in questions]
+    whole, orders = (engine.ask(MESSAGE, questions, kind).asked[0].request for kind in ("none", "orders"))
+    ways: dict[str, Callable[[], Work]] = {
+        WHOLE: lambda: run_requests(engine, [whole]),
+        ORDERS: lambda: run_requests(engine, [orders]),
+        EACH: lambda: _sum(run_requests(engine, [one]) for one in single),
+    }
+    if engine.max_batch > 1:
+        ways[f"{EACH}, {engine.max_batch} together"] = lambda: run_requests(engine, single)
+    try:
+        serial = serial_request(engine, questions)
+        ways[SERIAL] = lambda: run_requests(engine, [serial])
+    except PromptTooLong:  # it is left out
+        pass
+    if llama is not None:
+        ways[LLAMA] = lambda: llama(single)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    works = {}
+    for number in range(1 + repeats):
+        for way, run in ways.items():
+            engine.reset_cache()
+            before = time.perf_counter()
+            works[way] = run()
+            if number:
+                seconds[way].append(time.perf_counter() - before)
+    return [DecisionTime(count, way, *works[way], median(own), min(own), max(own)) for way, own in seconds.items()]
+
+
+def _sum(works: Iterable[Work]) -> Work:
+    found = list(works)
+    return Work(sum(work.tokens for work in found), sum(work.steps or 0 for work in found))
+
+
+def llama_runner(path: str, slots: int) -> Callable[[Sequence[Request]], Work] | None:
+    """Return a function that runs requests in llama.cpp, one after the other; None: `xllamacpp` is not installed.
+
+    A request has the token ids of the input and of one question, and gets the likeliest next tokens. All but the first
+    reuse what is cached of the input.
+
+    Args:
+        path: checkpoint; None is returned if it is no GGUF file.
+        slots: maximum tokens of a request.
+    """
+    if not path.endswith(".gguf") or importlib.util.find_spec("xllamacpp") is None:
+        return None
+    xllamacpp: Any = importlib.import_module("xllamacpp")
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel = path, slots, 1
+    server = xllamacpp.Server(params)
+
+    def complete(request: Request, caches: bool) -> int:
+        prompt = [*request.prompt, *request.scored[0].tokens]
+        body = {"prompt": prompt, "n_predict": 1, "n_probs": 16, "cache_prompt": caches, "temperature": 0}
+        head, url = {"Content-Type": "application/json"}, f"{server.listening_address}/completion"
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head)) as answer:
+            return int(json.load(answer)["timings"]["prompt_n"])
+
+    return lambda requests: Work(sum(complete(one, turn > 0) for turn, one in enumerate(requests)), None)
+
+
+def decision_table(times: Sequence[DecisionTime]) -> str:
+    """Return the times as a table."""
+    head = "| questions | | tokens fed | steps | s | fastest - slowest | of one pass |\n|---|---|---|---|---|---|---|"
+    first = {time.questions: time.seconds for time in times if time.way == WHOLE}
+    rows = [
+        f"| {one.questions} | {one.way} | {one.tokens:,} | {'' if one.steps is None else one.steps} "
+        f"| {one.seconds:.3f} | {one.fastest:.3f} - {one.slowest:.3f} | {one.seconds / first[one.questions]:.2f}x |"
+        for one in times
+    ]
+    return "\n".join([head, *rows])

@@ -1,0 +1,216 @@
+"""Decisions of a model on JevBench: right answers, flips under reversal, and calibration, with and without orders.
+
+    python -m tests.helpers.decision_quality run MODEL FILE [--minutes N]   # resumes; needs the package jevbench
+    python -m tests.helpers.decision_quality table FILE...
+
+JevBench has no published answers. Those used here follow by its own rules from what a case states literally: declared
+numbers, and names of options of which one occurs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import random
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from infer.decisions import MAX_ORDERS, Option, Question, decide, read_labels
+from infer.evaluation.intervals import interval
+
+LEAST = 10  # questions of a type in the table
+TYPES = {"noul": "predicates", "choice": "choices", "score": "scores"}
+
+
+def answers() -> dict[str, dict[str, tuple[dict[str, Any], int]]]:
+    """Return questions in JevBench's form with the index of the right option, by case and name; cases in any order."""
+    jevbench = importlib.import_module("jevbench")
+    spec = importlib.import_module("jevbench.datagen.spec")
+    found: dict[str, dict[str, tuple[dict[str, Any], int]]] = {}
+    for row in _cases(jevbench).values():
+        module = importlib.import_module(f"jevbench.datagen.domains.{row['domain']}")
+        domain = next(value for value in vars(module).values() if isinstance(value, spec.Domain))
+        limits = {limit["subject"]: limit["value"] for limit in row["thresholds"]}
+        subjects = {fact.name: getattr(fact, "subject", None) for fact in domain.facts}
+        facts = {name: limits[subject] for name, subject in subjects.items() if subject in limits}
+        for fact in domain.facts:
+            if fact.kind == "cat" and fact.values and not getattr(fact, "labels", None):
+                named = [
+                    one for one in fact.values if re.search(rf"(?<!\w){re.escape(str(one))}(?!\w)", row["state"], re.I)
+                ]
+                facts |= {fact.name: named[0]} if len(named) == 1 else {}
+        rules = {question.key: question for question in domain.questions}
+        for name, asked in row["questions"].items():
+            rule = rules.get(name)
+            if rule is None or not set(rule.depends) <= set(facts):
+                continue
+            try:
+                right = rule.answer(facts, dict.fromkeys(facts, "stated"))
+            except Exception:  # the rule needs what the case does not state
+                continue
+            if right is None or right == spec.UNKNOWN:
+                continue
+            options = list(asked.get("criteria", ()))
+            index = (
+                options.index(right) if asked["type"] == "choice" else int(right) if options else int(right is not True)
+            )
+            found.setdefault(row["id"], {})[name] = asked, index
+    return found
+
+
+def _cases(jevbench: Any) -> dict[str, dict[str, Any]]:
+    file = Path(jevbench.__file__).parent / "suites" / "jevbench-240" / "cases.jsonl"
+    return {row["id"]: row for row in map(json.loads, file.read_text().splitlines())}
+
+
+def question(asked: dict[str, Any]) -> Question:
+    """Return a question of JevBench."""
+    if asked["type"] == "noul":
+        return Question("predicate", asked["instructions"])
+    criteria = asked["criteria"]
+    pairs = criteria.items() if asked["type"] == "choice" else [(level, "") for level in criteria]
+    return Question(asked["type"], asked["instructions"], tuple(Option(value, text) for value, text in pairs))
+
+
+def run(model: str, file: Path, minutes: float) -> None:
+    """Append the log probabilities of all orders, and of the reversed one, to a file; those it has are not repeated."""
+    from aspd_jax import load_model
+    from aspd_jax.chat import encode_questions
+    from infer import Engine
+
+    records = read(file)
+    done, priors = {(r["id"], r["name"]) for r in records}, {json.dumps(r["asked"]): r["prior"] for r in records}
+    lm = load_model(model)
+    engine, codec, begun = Engine(lm, max_length=4096, max_batch=1), lm.codec.text, time.monotonic()
+    right, cases = answers(), _cases(importlib.import_module("jevbench"))
+    ids = sorted(right)
+    random.Random(0).shuffle(ids)
+    ids.sort(key=lambda id: all(asked["type"] == "noul" for asked, _ in right[id].values()))
+
+    def logprobs(text: str, asked: Sequence[dict[str, Any]]) -> list[list[list[float]]]:
+        """Return those of the options by question and order; the last order is the reversed one."""
+        shown = []
+        for one in map(question, asked):
+            variants = one.variants(MAX_ORDERS)
+            if one.options:
+                ((turned, names),) = Question(one.kind, one.instructions, one.options[::-1]).variants(1)
+                variants.append((turned, names[::-1]))
+            shown.append(variants)
+        texts = [f"\n\n{text}" for variants in shown for text, _ in variants]
+        shared, leads = encode_questions(lm.tokenizer, codec, [{"role": "user", "content": text}], texts)
+        rest = iter(leads)
+        labels = [[read_labels(codec, next(rest), names) for _, names in variants] for variants in shown]
+        scores = iter(
+            engine.score(shared, [branch for orders in labels for order in orders for branch in order.branches])
+        )
+        return [[order.read(scores).tolist() for order in orders] for orders in labels]
+
+    with file.open("a") as log:
+        for id in ids:
+            todo = {name: pair for name, pair in right[id].items() if (id, name) not in done}
+            if not todo or time.monotonic() - begun > 60 * minutes:
+                continue
+            unknown = [asked for asked, _ in todo.values() if json.dumps(asked) not in priors]
+            main = logprobs(cases[id]["state"], [asked for asked, _ in todo.values()])
+            if unknown:
+                priors |= zip(map(json.dumps, unknown), logprobs("N/A", unknown), strict=True)
+            for (name, (asked, index)), values in zip(todo.items(), main, strict=True):
+                record = {"id": id, "name": name, "asked": asked, "right": index, "main": values}
+                log.write(json.dumps(record | {"prior": priors[json.dumps(asked)]}) + "\n")
+            log.flush()
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Return the records of a file."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def rows(records: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    """Yield the rows of the table: type, number, way, share of right answers, AUROC, NLL, calibration error, flips."""
+    for kind, name in TYPES.items():
+        own = [record for record in records if record["asked"]["type"] == kind]
+        if len(own) < LEAST:
+            continue
+        right = np.asarray([record["right"] for record in own])
+        chance = np.mean([1 / len(record["main"][0]) for record in own])
+        turned = -1  # of predicates, the second order is the reversed one
+        ways = {
+            "given order": [(r["main"][:1], None) for r in own],
+            "reversed": [(r["main"][turned:], None) for r in own],
+            "`orders`": [(_orders(r["main"], kind), None) for r in own],
+            "`prior`": [(_orders(r["main"], kind), _orders(r["prior"], kind)) for r in own],
+        }
+        given = np.asarray([])
+        for way, pairs in ways.items():
+            found = [decide(np.asarray(main), None if prior is None else np.asarray(prior)) for main, prior in pairs]
+            best = np.asarray([one.best for one in found])
+            given = best if way == "given order" else given
+            hits, confidence = best == right, np.asarray([one.confidence for one in found])
+            share = interval(hits.astype(float).tolist())
+            nll = -np.mean([np.log(max(one.probabilities[k], 1e-12)) for one, k in zip(found, right, strict=True)])
+            flips = _percent(np.mean(best != given)) if way == "reversed" else ""
+            yield [
+                f"{len(own)} {name} (chance {_percent(chance)})" if way == "given order" else "", way,
+                f"{_percent(share.mean)} ({100 * share.low:.0f} to {100 * share.high:.0f})", flips,
+                _auroc(found, right, kind),
+                f"{nll:.2f}",
+                f"{calibration_error(confidence, hits):.2f}",
+            ]  # fmt: skip
+
+
+def _percent(share: Any) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _orders(values: list[Any], kind: str) -> list[Any]:
+    """Return the orders without the reversed one, which is a rotation of predicates only."""
+    return values if kind == "noul" else values[:-1]
+
+
+def calibration_error(confidence: np.ndarray, hits: np.ndarray) -> float:
+    """Return the expected calibration error over ten bins of equal width."""
+    bins = np.ceil(confidence * 10)
+    return float(
+        sum(np.mean(bins == k) * abs(confidence[bins == k].mean() - hits[bins == k].mean()) for k in set(bins))
+    )
+
+
+def _auroc(found: Sequence[Any], right: np.ndarray, kind: str) -> str:
+    if kind != "noul" or len(set(right.tolist())) < 2:
+        return ""
+    true = np.asarray([one.probabilities[0] for one in found])
+    above = true[right == 0][:, None] - true[right == 1][None]
+    return f"{np.mean((above > 0) + 0.5 * (above == 0)):.2f}"
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Return the figures of a model as a table."""
+    head = ["", "", "right (95 %)", "flips", "AUROC", "NLL", "calibration error"]
+    lines = [f"| {' | '.join(line)} |" for line in (head, *rows(records))]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(required=True, dest="what")
+    one = kinds.add_parser("run")
+    one.add_argument("model")
+    one.add_argument("file", type=Path)
+    one.add_argument("--minutes", type=float, default=1e6)
+    kinds.add_parser("table").add_argument("files", type=Path, nargs="+")
+    options = parser.parse_args()
+    if options.what == "run":
+        run(options.model, options.file, options.minutes)
+        return
+    for file in options.files:
+        print(f"{file.stem}: {len({r['id'] for r in read(file)})} cases\n\n{table(read(file))}\n")
+
+
+if __name__ == "__main__":
+    main()
