@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aspd_jax.language_model import LanguageModel
-from aspd_jax.progress import waiting
+from aspd_jax.progress import programs_compiled, waiting
 from infer.answers.answer import Result, content_ids
 from infer.decisions import Decision, Option, Question
 from infer.engine import Engine
@@ -99,6 +99,8 @@ def demonstrate(lm: LanguageModel, max_length: int | None) -> None:
     """
     console = Console()
     engine = Engine(lm, max_length=max_length or MAX_LENGTH, max_batch=1)
+    with waiting("compiling, for the first time only"):
+        engine.warm_up(alone=True, checks=True)
     parts = (demonstrate_record, demonstrate_list, demonstrate_decisions)
     _print_totals(console, [part(console, engine) for part in parts])
 
@@ -188,17 +190,15 @@ def _answer_label(engine: Engine, question: str, labels: Sequence[str]) -> Resul
 
 
 def _measure(engine: Engine, run: Callable[[], Run]) -> tuple[Run, float]:
-    """Run twice with an empty prefix cache; return the result and the seconds of the second run.
-
-    The first run compiles.
-    """
-    with waiting("compiling and answering"):
-        engine.reset_cache()
-        run()
-        engine.reset_cache()
-        begun = time.perf_counter()
-        result = run()
-        return result, time.perf_counter() - begun
+    """Run with an empty prefix cache, again if a program was compiled meanwhile; return the result and its seconds."""
+    with waiting("answering"):
+        while True:
+            engine.reset_cache()
+            compiled, begun = programs_compiled(), time.perf_counter()
+            result = run()
+            seconds = time.perf_counter() - begun
+            if programs_compiled() == compiled:
+                return result, seconds
 
 
 def _add_costs(table: Table, costs: Sequence[Cost]) -> None:
@@ -218,7 +218,7 @@ def _print_totals(console: Console, parts: Sequence[Compared]) -> None:
         table.add_row(name, *map(str, cells), f"{serial.seconds / parallel.seconds:.2f}x")
     console.print(table)
     console.print(
-        "One run of each after one that compiles, batch 1, prompts included. Steps are those after the prompt; a step "
-        "with branches feeds more tokens, so it takes longer, most of all on a CPU (docs/when_it_pays.md).",
+        "One run of each, without compilation, batch 1, prompts included. Steps are those after the prompt. A step "
+        "with branches feeds more tokens, so it takes longer, above all on a CPU (docs/when_it_pays.md).",
         style="dim",
     )
