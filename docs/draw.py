@@ -78,7 +78,8 @@ def _names(result: Result) -> Iterator[tuple[tuple[int, int], str]]:
     for number, item in enumerate(result.structure):
         if isinstance(item, Parallel):
             for branch, each in enumerate(item.branches, 1):
-                text = " ".join(f"{each.caption} {each.text}".replace("*", "").split())
+                whole = each.text if each.caption in each.text else f"{each.caption} {each.text}"
+                text = " ".join(whole.replace("*", "").lstrip(" ,{").split())
                 yield (number, branch), text if len(text) <= LABEL else text[: LABEL - 1] + "…"
         else:
             yield (number, 0), "introduction" if number == 0 else "text"
@@ -106,10 +107,11 @@ def draw_lanes(title: str, lanes: Sequence[Lane], others: Sequence[tuple[str, in
         axes.text(0.01 * longest, row + 0.3, name, va="center", fontsize=8, color="white")
     last = max(lane.steps[-1] for lane in lanes)
     axes.axvline(last, color="black", linewidth=0.8, linestyle=":")
+    axes.text(last + 0.01 * longest, -0.75, f"{last} steps", va="center", fontsize=8)
     ends = [last, *(steps for _, steps in others)]
     axes.set_xticks(sorted({0, *ends}))
     axes.set_yticks([])
-    axes.set(xlabel="steps", xlim=(0, 1.02 * longest), ylim=(rows, -0.6))
+    axes.set(xlabel="steps", xlim=(0, 1.02 * longest), ylim=(rows, -1))
     axes.set_title(fill(title, 105), fontsize=9, loc="left")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
