@@ -52,8 +52,8 @@ def growth(results: Iterable[Result]) -> tuple[list[Lane], Result]:
     leads: dict[tuple[int, int], list[int]] = {}
     for result in results:
         for key, text, title in _parts(result):
-            if len(text) > lengths.get(key, 0):
-                lengths[key] = len(text)
+            if (length := len(text.strip())) > lengths.get(key, 0):
+                lengths[key] = length
                 grown.setdefault(key, []).append(result.stats.steps)
                 if title and text == title:
                     leads.setdefault(key, []).append(result.stats.steps)
@@ -85,16 +85,24 @@ def _names(result: Result) -> Iterator[tuple[tuple[int, int], str]]:
             yield (number, 0), "introduction" if number == 0 else "text"
 
 
-def draw_lanes(title: str, lanes: Sequence[Lane], others: Sequence[tuple[str, int]]) -> Figure:
+def with_headings(lanes: Sequence[Lane]) -> list[Lane]:
+    """Add a lane for the steps between the introduction and the first branch, which decode the headings of a list."""
+    begin, end = lanes[0].steps[-1], min(lane.steps[0] for lane in lanes if lane.is_branch)
+    steps = tuple(range(begin + 1, end))
+    return [lanes[0], Lane("headings of all items", steps, steps), *lanes[1:]]
+
+
+def draw_lanes(title: str, lanes: Sequence[Lane], steps: int, others: Sequence[tuple[str, int]]) -> Figure:
     """Draw the parts of an answer over its steps, and other ways to decode it as bars below.
 
     Args:
         title: what is answered.
-        lanes: parts; the last step of all of them is labelled.
+        lanes: parts.
+        steps: number of steps of the answer.
         others: name and number of steps of other modes, serial mode last.
     """
     rows = len(lanes) + len(others)
-    longest = max(steps for _, steps in others)
+    longest = max(count for _, count in others)
     figure = Figure(figsize=(9, 0.9 + 0.3 * rows), layout="constrained", facecolor="white")
     axes = figure.subplots()
     for row, lane in enumerate(lanes):
@@ -102,14 +110,12 @@ def draw_lanes(title: str, lanes: Sequence[Lane], others: Sequence[tuple[str, in
         for step in lane.steps:
             axes.barh(row, 1, left=step - 1, height=0.8, color=TITLE_COLOUR if step in lane.leads else colour)
         axes.text(lane.steps[-1] + 0.01 * longest, row, lane.name, va="center", fontsize=8)
-    for row, (name, steps) in enumerate(others, len(lanes)):
-        axes.barh(row + 0.3, steps, height=0.8, color=SERIAL_COLOUR)
+    for row, (name, count) in enumerate(others, len(lanes)):
+        axes.barh(row + 0.3, count, height=0.8, color=SERIAL_COLOUR)
         axes.text(0.01 * longest, row + 0.3, name, va="center", fontsize=8, color="white")
-    last = max(lane.steps[-1] for lane in lanes)
-    axes.axvline(last, color="black", linewidth=0.8, linestyle=":")
-    axes.text(last + 0.01 * longest, -0.75, f"{last} steps", va="center", fontsize=8)
-    ends = [last, *(steps for _, steps in others)]
-    axes.set_xticks(sorted({0, *ends}))
+    axes.axvline(steps, color="black", linewidth=0.8, linestyle=":")
+    axes.text(steps + 0.01 * longest, -0.75, f"{steps} steps", va="center", fontsize=8)
+    axes.set_xticks(sorted({0, steps, *(count for _, count in others)}))
     axes.set_yticks([])
     axes.set(xlabel="steps", xlim=(0, 1.02 * longest), ylim=(rows, -1))
     axes.set_title(fill(title, 105), fontsize=9, loc="left")
@@ -144,7 +150,7 @@ def draw_record(engine: Engine) -> Figure:
         others.append((f"{fields}: {other.stats.steps} steps", other.stats.steps))
         print(fields, other.text)
     print("parallel", result.text)
-    return draw_lanes(f"“{ORDER}”", [lane for lane in lanes if lane.is_branch], others)
+    return draw_lanes(f"“{ORDER}”", [lane for lane in lanes if lane.is_branch], result.stats.steps, others)
 
 
 def draw_mask(engine: Engine) -> Figure:
