@@ -153,23 +153,24 @@ def draw_record(engine: Engine) -> Figure:
     return draw_lanes(f"“{ORDER}”", [lane for lane in lanes if lane.is_branch], result.stats.steps, others)
 
 
-def draw_mask(engine: Engine) -> Figure:
-    """Draw the visibility of a short answer with three branches."""
+def draw_mask() -> Figure:
+    """Draw the visibility of a short answer with three branches, whose titles are leads."""
+    lm = load_model("smollm2-aspd")
     prices = {"\nPens:": " $60.", "\nMaps:": " $40.", "\nCups:": " $80."}
     parts = Parallel(tuple(Branch(lead, lead + rest) for lead, rest in prices.items()))
-    codec = engine.lm.codec
-    ids = codec.linearise((Serial("Prices."), parts, Serial("\nSum: $180."))).tokens
-    layout = Layout(*(field[0] for field in build_layout(ids[None], codec.special)))
-    names = [engine.lm.tokenizer.decode(int(token)).replace("\n", "⏎") for token in ids]
-    return draw_visibility(layout, names, title="each row marks what one token attends to")
+    ids = lm.codec.linearise((Serial("Prices."), parts, Serial("\nSum: $180."))).tokens
+    layout = Layout(*(field[0] for field in build_layout(ids[None], lm.codec.special)))
+    names = [lm.tokenizer.decode(int(token)).replace("\n", "⏎") for token in ids]
+    return draw_visibility(layout, names, title="who sees whom")
 
 
 def main() -> None:
     """Draw all pictures."""
     engine = Engine(load_model(sys.argv[1]), max_length=512, max_batch=1)
-    for name, draw in (("lanes", draw_list), ("fields", draw_record), ("visibility", draw_mask)):
+    figures = {"lanes": draw_list(engine), "fields": draw_record(engine), "visibility": draw_mask()}
+    for name, figure in figures.items():
         file = HERE / f"{name}.svg"
-        file.write_text(svg(draw(engine)))
+        file.write_text(svg(figure))
         print(f"{file.relative_to(HERE.parent.parent)}: {file.stat().st_size // 1024} KB")
 
 
