@@ -200,6 +200,10 @@ class Buckets:
         need = Need(self._alone, size, size, slots, 0)
         return next(bucket for bucket in self.buckets if self.holds(bucket, need))
 
+    def padded(self, tokens: int) -> int:
+        """Return the tokens of the smallest program in which any one row feeds tokens."""
+        return next(b.tokens for b in self.buckets if b.rows == self._alone and b.max_per_row >= tokens)
+
     def need(self, summary: StepSummary, streamed: bool) -> Need:
         """Return the sizes of the next step.
 
