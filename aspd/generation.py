@@ -29,12 +29,6 @@ if TYPE_CHECKING:  # these are slow to import
     from infer.offline.batch import Job, Outcome
     from infer.request import SamplingParams
 
-# Questions of the demo for a chat model; none is among its training questions.
-QUESTIONS = (
-    "Give me five tips for a job interview.",
-    "How can I make my home office more comfortable?",
-    "Why is the sky blue?",
-)
 # The embedded model knows synthetic tasks: a block of short branches, a block of long ones, and a serial chain.
 TASKS = (
     "Run the machines.\nA starts at 4: double, add 9, take 8\nB starts at 17: add 9, add 2, double\n"
@@ -101,8 +95,13 @@ def add(commands: Any) -> None:
     generate.add_argument("--json", action="store_true", help="print text, structure, token ids and statistics as JSON")
     sampling_options(generate)
 
-    demo = command(commands, "demo", run_demo, "Answer questions in both modes, and compare the steps.")
-    demo.add_argument("questions", nargs="*", metavar="QUESTION", help="questions to answer; default: three questions")
+    demo = command(commands, "demo", run_demo, "Compare steps and seconds of serial and parallel decoding.")
+    demo.add_argument(
+        "questions",
+        nargs="*",
+        metavar="QUESTION",
+        help="questions to answer in both modes; default: a record, a list and decisions",
+    )
     model_options(demo)
 
 
@@ -239,11 +238,13 @@ def run_demo(options: argparse.Namespace) -> None:
 
         lm = load_model(name, options.dtype, adapter=options.adapter)
     from infer import SamplingParams
-    from infer.offline.terminal import demonstrate, demonstrate_fields
+    from infer.offline.demonstration import demonstrate
+    from infer.offline.terminal import compare_modes
 
+    questions = options.questions or (TASKS if name in EMBEDDED else ())
+    if not questions:
+        demonstrate(lm, options.max_length)
+        return
     # Small chat models repeat themselves in greedy decoding, in both modes.
     params = SamplingParams(repetition_penalty=1.0 if name in EMBEDDED else 1.1, max_new_tokens=512)
-    if not options.questions and name not in EMBEDDED:
-        demonstrate_fields(lm, options.max_length)
-    questions = options.questions or (TASKS if name in EMBEDDED else QUESTIONS)
-    demonstrate(lm, questions, params, options.max_length)
+    compare_modes(lm, questions, params, options.max_length)

@@ -1,121 +1,167 @@
-"""Draw the pictures of README and docs from answers of SmolLM2: `python -m docs.draw`."""
+"""Draw the pictures of README and docs from answers of Qwen2.5-Coder-0.5B-Instruct: `python -m docs.draw MODEL.gguf`.
+
+S: steps of an answer.
+"""
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import get_args
+from textwrap import fill
+from typing import NamedTuple
 
-from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
+from matplotlib.figure import Figure
 
 import aspd  # noqa: F401 (sets XLA's flags)
 from aspd_jax import Branch, Layout, Parallel, Serial, build_layout, load_model
+from aspd_jax.pictures import SERIAL_COLOUR, TITLE_COLOUR, branch_colour
 from infer import Engine, Result, SamplingParams
-from infer.answers.answer import content_ids
-from infer.engine import Prompt
-from infer.offline.terminal import RECORD_SCHEMA, picture, record_prompt
-from infer.request import Fields, Mode
-from notebooks.figures import draw_timeline, draw_visibility, svg, timeline
+from infer.offline.demonstration import LIST_QUESTION, ORDER, ORDER_SCHEMA, order_prompt
+from notebooks.figures import draw_visibility, svg
 
 HERE = Path(__file__).parent / "pictures"
-QUESTION = "How can I make my home office more comfortable?"
-PARAMS = SamplingParams(max_new_tokens=640, repetition_penalty=1.1)
-SECONDS = 0.22  # of a frame
-HOLD = 14  # frames that the last one stays
-WIDTH = 138
-FRAME = """<g class="frame" style="animation-delay:{{delay:.2f}}s{{last}}">
-<style>.{unique_id}-matrix {{ font: {char_height}px ui-monospace, Menlo, Consolas, monospace; }} {styles}</style>
-{backgrounds}<g class="{unique_id}-matrix">{matrix}</g></g>
-"""
+PARAMS = SamplingParams(max_new_tokens=400, repetition_penalty=1.05)
+LABEL = 42  # maximum characters of a label
 
 
-def record(
-    engine: Engine, prompt: Prompt, sides: Mapping[str, tuple[SamplingParams, Mode]], steps: int, height: int
-) -> str:
-    """Return an animated SVG of two growing answers.
+class Lane(NamedTuple):
+    """A part of an answer, and the steps in which its text grows.
+
+    Attributes:
+        name: what the part is.
+        steps: ascending numbers of steps, from 1.
+        leads: those of these steps in which its heading grows.
+        is_branch: whether the part is a branch.
+    """
+
+    name: str
+    steps: tuple[int, ...]
+    leads: tuple[int, ...] = ()
+    is_branch: bool = False
+
+
+def growth(results: Iterable[Result]) -> tuple[list[Lane], Result]:
+    """Return the lanes of a growing answer in reading order, and the whole answer.
 
     Args:
-        engine: engine.
-        prompt: messages.
-        sides: sampling parameters and mode by the name of the side.
-        steps: steps between two frames.
-        height: lines of a frame.
+        results: partial results, at most one step apart.
     """
-    grown = [list(engine.stream(prompt, params, mode, steps)) for params, mode in sides.values()]
-    count = max(map(len, grown))
-    frames = []
-    for number in range(count):
-        now = [results[min(number, len(results) - 1)] for results in grown]
-        frames.append(_frame(number, dict(zip(sides, now, strict=True)), height))
-    total = SECONDS * (count + HOLD)
-    text, size = [], (0.0, 0.0)
-    for number, (frame, (width, height)) in enumerate(frames):
-        stays = HOLD if number == count - 1 else 0
-        name = ";animation-name:last" if stays else ""
-        text.append(frame.replace("{delay:.2f}", f"{SECONDS * number:.2f}").replace("{last}", name))
-        size = max(size[0], width), max(size[1], height)
-    one, end = 100 / (count + HOLD), 100 * (1 + HOLD) / (count + HOLD)
-    style = (
-        f".frame {{ visibility: hidden; animation: one {total:.2f}s infinite; }}"
-        f"@keyframes one {_key_frames(one)} @keyframes last {_key_frames(end)}"
+    grown: dict[tuple[int, int], list[int]] = {}
+    lengths: dict[tuple[int, int], int] = {}
+    leads: dict[tuple[int, int], list[int]] = {}
+    for result in results:
+        for key, text, title in _parts(result):
+            if len(text) > lengths.get(key, 0):
+                lengths[key] = len(text)
+                grown.setdefault(key, []).append(result.stats.steps)
+                if title and text == title:
+                    leads.setdefault(key, []).append(result.stats.steps)
+    names = dict(_names(result))
+    lanes = [
+        Lane(names[key], tuple(grown[key]), tuple(leads.get(key, ())), key[1] > 0) for key in names if key in grown
+    ]
+    return lanes, result
+
+
+def _parts(result: Result) -> Iterator[tuple[tuple[int, int], str, str]]:
+    """Yield item and branch, text and heading of each part; branch 0: serial text."""
+    for number, item in enumerate(result.structure):
+        if isinstance(item, Parallel):
+            for branch, each in enumerate(item.branches, 1):
+                yield (number, branch), each.text or each.title, each.title
+        else:
+            yield (number, 0), item.text, ""
+
+
+def _names(result: Result) -> Iterator[tuple[tuple[int, int], str]]:
+    for number, item in enumerate(result.structure):
+        if isinstance(item, Parallel):
+            for branch, each in enumerate(item.branches, 1):
+                text = " ".join(f"{each.caption} {each.text}".replace("*", "").split())
+                yield (number, branch), text if len(text) <= LABEL else text[: LABEL - 1] + "…"
+        else:
+            yield (number, 0), "introduction" if number == 0 else "text"
+
+
+def draw_lanes(title: str, lanes: Sequence[Lane], others: Sequence[tuple[str, int]]) -> Figure:
+    """Draw the parts of an answer over its steps, and other ways to decode it as bars below.
+
+    Args:
+        title: what is answered.
+        lanes: parts; the last step of all of them is labelled.
+        others: name and number of steps of other modes, serial mode last.
+    """
+    rows = len(lanes) + len(others)
+    longest = max(steps for _, steps in others)
+    figure = Figure(figsize=(9, 0.9 + 0.3 * rows), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    for row, lane in enumerate(lanes):
+        colour = branch_colour(row) if lane.is_branch else SERIAL_COLOUR
+        for step in lane.steps:
+            axes.barh(row, 1, left=step - 1, height=0.8, color=TITLE_COLOUR if step in lane.leads else colour)
+        axes.text(lane.steps[-1] + 0.01 * longest, row, lane.name, va="center", fontsize=8)
+    for row, (name, steps) in enumerate(others, len(lanes)):
+        axes.barh(row + 0.3, steps, height=0.8, color=SERIAL_COLOUR)
+        axes.text(0.01 * longest, row + 0.3, name, va="center", fontsize=8, color="white")
+    last = max(lane.steps[-1] for lane in lanes)
+    axes.axvline(last, color="black", linewidth=0.8, linestyle=":")
+    ends = [last, *(steps for _, steps in others)]
+    axes.set_xticks(sorted({0, *ends}))
+    axes.set_yticks([])
+    axes.set(xlabel="steps", xlim=(0, 1.02 * longest), ylim=(rows, -0.6))
+    axes.set_title(fill(title, 105), fontsize=9, loc="left")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    return figure
+
+
+def draw_list(engine: Engine) -> Figure:
+    """Draw a list that is decoded in parallel, and serial mode with the same question."""
+    messages = [{"role": "user", "content": LIST_QUESTION}]
+    lanes, result = growth(engine.stream(messages, PARAMS, "adaptive", 1))
+    (serial,) = engine.generate([messages], PARAMS, "serial")
+    tokens = result.stats.content_tokens
+    below = f"the same {tokens} tokens, one after the other"
+    print(f"list: {result.stats.steps} steps for {tokens} tokens; the serial answer takes {serial.stats.steps}")
+    return draw_lanes(
+        f"{LIST_QUESTION}  Headings (orange) first, then all items side by side", lanes, [(below, tokens)]
     )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]:.0f}"><style>{style}</style>'
-        f'<rect width="100%" height="100%" rx="8" fill="#15181e"/>{"".join(text)}</svg>\n'
-    )
 
 
-def _key_frames(share: float) -> str:
-    """Return the key frames for an element that is visible for a share of the time, in percent."""
-    return f"{{ 0%, {share:.3f}% {{ visibility: visible }} {share + 0.001:.3f}%, 100% {{ visibility: hidden }} }}"
+def draw_record(engine: Engine) -> Figure:
+    """Draw a record whose fields are decoded in parallel, and exact and serial decoding."""
+    params = {
+        fields: SamplingParams(max_new_tokens=200, json_schema=ORDER_SCHEMA, fields=fields)
+        for fields in ("parallel", "exact", "serial")
+    }
+    lanes, result = growth(engine.stream(order_prompt(), params["parallel"], "serial", 1))
+    others = []
+    for fields in ("exact", "serial"):
+        (other,) = engine.generate([order_prompt()], params[fields], "serial")
+        others.append((f"{fields}: {other.stats.steps} steps", other.stats.steps))
+        print(fields, other.text)
+    print("parallel", result.text)
+    return draw_lanes(f"“{ORDER}”", [lane for lane in lanes if lane.is_branch], others)
 
 
-def _frame(number: int, results: Mapping[str, Result], height: int) -> tuple[str, tuple[float, float]]:
-    """Return a frame of both answers side by side, and its size."""
-    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    table = Table.grid(expand=True, padding=(0, 1))
-    table.add_column(ratio=3)
-    table.add_column(ratio=2)
-    panels = []
-    for name, result in results.items():
-        title = f"{name}, step {result.stats.steps} {'[green]done[/]' if result.finish_reason else ''}"
-        panels.append(Panel(picture(result), title=title, title_align="left", height=height))
-    table.add_row(*panels)
-    console.print(table)
-    frame = console.export_svg(title="", code_format=FRAME, unique_id=f"f{number}")
-    frame = re.sub(r' clip-path="[^"]*"', "", frame)  # no text is longer than its line
-    return frame, (WIDTH * 12.2, (height + 1) * 24.4)
+def draw_mask(engine: Engine) -> Figure:
+    """Draw the visibility of a short answer with three branches."""
+    prices = {"\nPens:": " $60.", "\nMaps:": " $40.", "\nCups:": " $80."}
+    parts = Parallel(tuple(Branch(lead, lead + rest) for lead, rest in prices.items()))
+    codec = engine.lm.codec
+    ids = codec.linearise((Serial("Prices."), parts, Serial("\nSum: $180."))).tokens
+    layout = Layout(*(field[0] for field in build_layout(ids[None], codec.special)))
+    names = [engine.lm.tokenizer.decode(int(token)).replace("\n", "⏎") for token in ids]
+    return draw_visibility(layout, names, title="each row marks what one token attends to")
 
 
 def main() -> None:
     """Draw all pictures."""
-    HERE.mkdir(exist_ok=True)
-    lm = load_model("smollm2-aspd")
-    engine = Engine(lm, max_length=1024, max_batch=1, reuse=False)
-    (answer,) = engine.generate([[{"role": "user", "content": QUESTION}]], PARAMS)
-    lanes = draw_timeline(timeline(engine.config, answer), "one answer of SmolLM2-135M, by step")
-    (HERE / "lanes.svg").write_text(svg(lanes))
-    prices = {"\nPens:": " $60.", "\nMaps:": " $40.", "\nCups:": " $80."}
-    parts = Parallel(tuple(Branch(lead, lead + rest) for lead, rest in prices.items()))
-    ids = lm.codec.linearise((Serial("Prices."), parts, Serial("\nSum: $180."))).tokens
-    layout = Layout(*(field[0] for field in build_layout(ids[None], lm.codec.special)))
-    names = [lm.tokenizer.decode(int(token)).replace("\n", "⏎") for token in ids]
-    (HERE / "visibility.svg").write_text(svg(draw_visibility(layout, names, title="who sees whom")))
-    told = PARAMS.saying(content_ids(engine.config, answer))
-    messages = [{"role": "user", "content": QUESTION}]
-    (HERE / "demo.svg").write_text(
-        record(engine, messages, {"adaptive": (PARAMS, "adaptive"), "serial": (told, "serial")}, 8, 32)
-    )
-    sides: dict[str, tuple[SamplingParams, Mode]] = {
-        f"fields {order}": (SamplingParams(max_new_tokens=256, json_schema=RECORD_SCHEMA, fields=order), "serial")
-        for order in get_args(Fields)[::-1]
-    }
-    (HERE / "fields.svg").write_text(record(engine, record_prompt(), sides, 1, 14))
-    for file in sorted(HERE.glob("*.svg")):
+    engine = Engine(load_model(sys.argv[1]), max_length=512, max_batch=1)
+    for name, draw in (("lanes", draw_list), ("fields", draw_record), ("visibility", draw_mask)):
+        file = HERE / f"{name}.svg"
+        file.write_text(svg(draw(engine)))
         print(f"{file.relative_to(HERE.parent.parent)}: {file.stat().st_size // 1024} KB")
 
 

@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
 # Run the tests and then the benchmarks on an accelerator.
 #   tests/accelerator.sh FOLDER [step…]
-# Steps, the most valuable first, all by default: real answers widths kernels tests demo flash context batch int8
+# Steps, the most valuable first, all by default: fields decisions lists answers widths kernels tests demo flash
+# context batch int8
 # Write logs, tables, JSON and the printed summary, Markdown, to FOLDER. A step that fails, or takes more than LIMIT
 # seconds (300), does not stop later steps; after TOTAL seconds (720) no further one begins. PYTHON (python3) has
-# jax[cuda13] or jax[tpu] and the packages of requirements.txt. MODELS names the checkpoints of the step `real`, and
-# QUESTIONS a file of questions in FastChat's form: whole answers in both modes, and JSON fields. SHAPE (7b) and DTYPE
-# (bfloat16) select the random model of the other steps. ANY_DEVICE=1 tests the script itself on a CPU.
+# jax[cuda13] or jax[tpu] and the packages of requirements.txt. MODELS names the checkpoints of the steps `fields`
+# (serial, exact and parallel), `decisions` and `lists`, and QUESTIONS the questions of `lists` in FastChat's form. SHAPE
+# (7b) and DTYPE (bfloat16) select the random model of the other steps. ANY_DEVICE=1 tests the script itself on a CPU,
+# with options of `tests.helpers.on_device` in REAL.
 set -uo pipefail
-[ $# -gt 0 ] || { sed -n '2,9s/^# //p' "$0"; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,11s/^# //p' "$0"; exit 2; }
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 shift
 steps=("$@")
-[ $# -gt 0 ] || steps=(real answers widths kernels tests demo flash context batch int8)
+[ $# -gt 0 ] || steps=(fields decisions lists answers widths kernels tests demo flash context batch int8)
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
 model=(--shape "${SHAPE:-7b}" --dtype "${DTYPE:-bfloat16}")
@@ -46,16 +48,19 @@ decode() { # name, options…
   shift
   step "$name" "$python" -m aspd bench decode "${model[@]}" --json "$folder/$name.json" "$@"
 }
+real() { # part of tests.helpers.on_device, options…
+  # shellcheck disable=SC2086
+  step "$1" "$python" -m tests.helpers.on_device ${MODELS:-smollm2} --parts "$1" --seconds $((${LIMIT:-300} - 60)) "${@:2}" ${REAL:-}
+}
 
 {
   echo "$device; $(git rev-parse --short HEAD 2> /dev/null)"
   for name in "${steps[@]}"; do
     case $name in
-      real)
-        [ -n "${QUESTIONS:-}" ] || { echo "== real: left out, QUESTIONS names no file"; continue; }
-        # shellcheck disable=SC2086
-        step real "$python" -m tests.helpers.on_device ${MODELS:-smollm2} --questions "$QUESTIONS" \
-          --seconds $((${LIMIT:-300} - 60)) --output "$folder/real" ;;
+      lists)
+        [ -n "${QUESTIONS:-}" ] || { echo "== lists: left out, QUESTIONS names no file"; continue; }
+        real lists --questions "$QUESTIONS" --output "$folder/lists" ;;
+      fields | decisions) real "$name" ;;
       kernels) step kernels env JAX_PLATFORMS="$platform" XLA_PYTHON_CLIENT_PREALLOCATE=false \
         "$python" -m pytest -q --numprocesses="$workers" -m "" tests/aspd_jax/model/test_kernels_on_device.py ;;
       # Exact comparisons require exact products. Tests that need several devices or start processes are omitted.

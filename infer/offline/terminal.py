@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
@@ -20,23 +19,8 @@ from aspd_jax.progress import waiting
 from aspd_jax.structure import Parallel
 from infer.answers.answer import Result, content_ids
 from infer.engine import Engine, Prompt
-from infer.request import Fields, Mode, SamplingParams
+from infer.request import Mode, SamplingParams
 
-# A record of the demonstration: its fields are known beforehand, so that they are decoded in parallel.
-RECORD = (
-    "Dear team, this is Maria Lopez from Lisbon. Please send me 3 blue lamps for 149.50 euros in total. "
-    "My phone number is 555-0147. Kind regards!"
-)
-RECORD_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"}, "city": {"type": "string"}, "item": {"type": "string"},
-        "quantity": {"type": "integer"}, "total": {"type": "number"}, "currency": {"enum": ["euros", "dollars"]},
-        "phone": {"type": "string"},
-    },
-    "required": ["name", "city", "item", "quantity", "total", "currency", "phone"],
-    "additionalProperties": False,
-}  # fmt: skip
 Part = TypeVar("Part")
 STREAM_STEPS = 2  # engine steps between two updates
 
@@ -92,35 +76,7 @@ def picture(result: Result) -> RenderableType:
     return Group(*parts)
 
 
-def record_prompt() -> list[dict[str, str]]:
-    """Return the messages that ask for the fields of the record."""
-    fields = ", ".join(RECORD_SCHEMA["properties"])  # type: ignore[arg-type]
-    return [{"role": "user", "content": f"Write the fields {fields} of this message as JSON.\n\n{RECORD}"}]
-
-
-def demonstrate_fields(lm: LanguageModel, max_length: int | None) -> None:
-    """Decode the fields of a record in parallel and in serial mode, and compare."""
-    console = Console()
-    engine = Engine(lm, max_length=max_length, max_batch=1, reuse=False)
-    messages = record_prompt()
-    console.rule("one record: its fields are known beforehand")
-    console.print(Text(RECORD, style="bold"))
-    params = SamplingParams(max_new_tokens=256, json_schema=RECORD_SCHEMA)
-    table = Table(title="one record, the same weights", title_justify="left")
-    for column in ("fields", "steps", "seconds", "speed-up"):
-        table.add_column(column, justify="left" if column == "fields" else "right")
-    orders: tuple[Fields, ...] = ("parallel", "serial")
-    results = {
-        order: _watch(console, engine, messages, replace(params, fields=order), "serial", order) for order in orders
-    }
-    for order, result in results.items():
-        seconds = result.stats.seconds["total"]
-        speedup = results["serial"].stats.seconds["total"] / seconds
-        table.add_row(order, str(result.stats.steps), f"{seconds:.2f}", f"{speedup:.2f}x")
-    console.print(table)
-
-
-def demonstrate(lm: LanguageModel, questions: Sequence[str], params: SamplingParams, max_length: int | None) -> None:
+def compare_modes(lm: LanguageModel, questions: Sequence[str], params: SamplingParams, max_length: int | None) -> None:
     """Answer questions in adaptive mode, then in serial mode with the same content, and compare."""
     console = Console()
     engine = Engine(lm, max_length=max_length, max_batch=1, reuse=False)
@@ -165,10 +121,9 @@ def _watch(
     messages: list[dict[str, str]],
     params: SamplingParams,
     mode: Mode,
-    title: str = "",
 ) -> Result:
     """Decode an answer to compile, again to show it on a terminal, and a last time to measure it."""
-    console.print(Text(f"\n{title or mode}", style="dim"))
+    console.print(Text(f"\n{mode}", style="dim"))
     with waiting("compiling for this length of prompt and answer"):
         engine.generate([messages], params, mode)
     if console.is_terminal:

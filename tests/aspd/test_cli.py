@@ -14,17 +14,19 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 import aspd
 import aspd_jax
+from aspd.generation import TASKS
 from aspd_jax import LanguageModel, load_model, save_model
 from aspd_jax.configuration import CONFIGS, find_config
 from aspd_jax.formats import WHEELS
 from aspd_jax.model.attention import DECODE_BACK_ENDS
 from aspd_jax.structure import to_json
 from infer import Engine, Result, SamplingParams
-from infer.offline import terminal
+from infer.offline import demonstration, terminal
 from tests.conftest import ROOT, shared, tiny_config, write_checkpoint
 from tests.helpers.tasks import problem
 from tests.helpers.training import changed, small
@@ -197,27 +199,37 @@ def test_demo_prints_plainly_without_a_terminal(capsys: Any) -> None:
     assert out.count(PROBLEM.structure[0].text.strip().split("\n")[0]) == 2, "both modes say the same"
 
 
-def test_the_demo_begins_with_fields(capsys: Any, monkeypatch: Any) -> None:
-    """Check the order for a chat model, and what is shown; negative control: with questions there are no fields."""
-    shown: list[str] = []
-    monkeypatch.setattr(terminal, "demonstrate", lambda lm, questions, *_: shown.extend(questions))
-    monkeypatch.setattr(terminal, "demonstrate_fields", lambda *_: shown.append("fields"))
-    monkeypatch.setattr("aspd_jax.formats.EMBEDDED", {})
+def test_what_the_demo_shows(capsys: Any, monkeypatch: Any) -> None:
+    """Check that questions are answered in both modes; without any, a chat model shows a record, a list, decisions."""
+    shown: list[Any] = []
+    monkeypatch.setattr(terminal, "compare_modes", lambda lm, questions, *_: shown.extend(questions))
+    monkeypatch.setattr(demonstration, "demonstrate", lambda *_: shown.append("demonstration"))
     monkeypatch.setattr("aspd_jax.load_model", lambda *_, **__: None)
-    assert run(capsys, "demo", *DEMO)[0] == 0 and shown[0] == "fields" and len(shown) == 4
-    shown.clear()
-    assert run(capsys, "demo", *DEMO, "Why?")[0] == 0 and shown == ["Why?"]
+    assert run(capsys, "demo", *DEMO)[0] == 0 and [*shown] == [*TASKS]
+    assert run(capsys, "demo", *DEMO, "Why?")[0] == 0 and shown[3:] == ["Why?"]
+    monkeypatch.setattr("aspd_jax.formats.EMBEDDED", {})
+    assert run(capsys, "demo", *DEMO)[0] == 0 and shown[4:] == ["demonstration"]
 
 
 @pytest.mark.further
-def test_the_record_of_the_demo_has_both_clocks(capsys: Any, monkeypatch: Any) -> None:
+def test_parts_of_the_demo(monkeypatch: Any) -> None:
+    """Check the values, steps and seconds in the tables against the engine's."""
     few = {"type": "object", "properties": {"rush": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}}}
-    monkeypatch.setattr(terminal, "RECORD_SCHEMA", few | {"required": ["rush", "kind"]})
-    terminal.demonstrate_fields(load_model("demo"), 512)
-    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    found = {row[1].strip(): (int(row[2]), float(row[3])) for row in rows if row[2].strip().isdigit()}
-    assert set(found) == {"parallel", "serial"} and 0 < found["parallel"][0] < found["serial"][0]
-    assert all(seconds > 0 for _, seconds in found.values())
+    monkeypatch.setattr(demonstration, "ORDER_SCHEMA", few | {"required": ["rush", "kind"]})
+    monkeypatch.setattr(demonstration, "QUESTIONS", demonstration.QUESTIONS[:2])
+    console = Console(record=True, width=120, file=io.StringIO())
+    engine = Engine(load_model("demo"), max_length=1024, max_batch=1)
+    record = demonstration.demonstrate_record(console, engine)
+    decisions = demonstration.demonstrate_decisions(console, engine)
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in console.export_text().splitlines()]
+    (steps, others), (seconds, _) = ([row[1:] for row in rows if row[0] == name] for name in ("steps", "seconds"))
+    assert steps[:2] == [str(record.serial.steps), str(record.parallel.steps)] and 0 < int(steps[2]) < int(steps[0])
+    assert seconds[:2] == [f"{record.serial.seconds:.2f}", f"{record.parallel.seconds:.2f}"]
+    assert others == [str(decisions.serial.steps), str(decisions.parallel.steps)]
+    shown = {row[0]: row[1:] for row in rows}
+    assert set(shown["rush"]) <= {"true", "false"} and shown["rush"][0] == shown["rush"][1], "exact: the serial value"
+    for question in demonstration.QUESTIONS:
+        assert re.fullmatch(r".+, \d+ %", shown[question.instructions][-1]), "a probability"
 
 
 @pytest.mark.further

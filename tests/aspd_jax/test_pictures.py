@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from html import unescape
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -14,7 +16,9 @@ from matplotlib.colors import to_rgb
 
 from aspd_jax import Branch, Layout, Parallel, Serial, SpecialTokens, build_layout
 from aspd_jax.pictures import SERIAL_COLOUR, answer_html, branch_colour, page
+from docs.draw import draw_lanes, growth
 from notebooks.figures import Span, draw_timeline, draw_visibility, svg
+from tests.conftest import ROOT
 from tests.helpers.answers import EXAMPLE, linearise
 from tests.helpers.brute_force import lay_out, mask
 
@@ -92,3 +96,35 @@ def test_html_has_every_word_and_no_markup_of_theirs(items: list[Serial | Parall
 def test_siblings_differ_in_colour() -> None:
     near = [(branch_colour(n), branch_colour(n + 1)) for n in range(20)]
     assert all(a != b != SERIAL_COLOUR for a, b in near)
+
+
+def partial(steps: int, *items: Serial | Parallel) -> Any:
+    return SimpleNamespace(structure=items, stats=SimpleNamespace(steps=steps))
+
+
+def test_lanes_are_the_steps_in_which_parts_grow() -> None:
+    """Check the lanes of a growing answer, headings included, and the bars of their picture."""
+    block = partial(4, Serial("One: "), Parallel((Branch("1. **a**", "1. **a** b c"), Branch("2. d", "2. d e"))))
+    results = [
+        partial(1, Serial("One: ")),
+        partial(2, Serial("One: "), Parallel((Branch("1. **a**", "1. **a**"), Branch("2. d", "")))),
+        partial(3, Serial("One: "), Parallel((Branch("1. **a**", "1. **a** b"), Branch("2. d", "2. d e")))),
+        block,
+    ]
+    lanes, last = growth(results)
+    assert last is block and [lane.name for lane in lanes] == ["introduction", "1. a b c", "2. d e"]
+    assert [lane.steps for lane in lanes] == [(1,), (2, 3, 4), (2, 3)]
+    assert [lane.leads for lane in lanes] == [(), (2,), (2,)]
+    axes = draw_lanes("Why?", lanes, [("serial", 9)]).axes[0]
+    bars = {(bar.get_x(), round(bar.get_y() + 0.4, 1), bar.get_width()) for bar in axes.patches}
+    assert bars == {(0, 0, 1), (1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 2, 1), (0, 3.3, 9)}
+    assert [*axes.get_xticks()] == [0, 4, 9], "the steps of the answer, and of serial mode"
+
+
+def test_pictures_are_static() -> None:
+    """Check that every picture is shown without CSS animation, and is on a page."""
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    pictures = [*(ROOT / "docs" / "pictures").iterdir()]
+    assert len(pictures) == 3
+    for picture in pictures:
+        assert "animation" not in picture.read_text() and f"pictures/{picture.name}" in pages

@@ -1,6 +1,7 @@
-"""Whole answers of real models on a device: serial mode beside lists in parallel, then JSON fields in all modes.
+"""Real models on a device, beside serial mode: JSON fields in parallel and exactly, decisions, answers with lists.
 
-    python -m tests.helpers.on_device MODEL… --questions FILE --output FOLDER   # FILE: FastChat's question.jsonl
+    python -m tests.helpers.on_device MODEL… --parts fields decisions
+    python -m tests.helpers.on_device MODEL… --parts lists --questions FILE --output FOLDER   # FastChat's file
 
 All programs are compiled first, side by side. Answers are appended to FOLDER/answers.jsonl; tables are printed as
 Markdown. What does not fit into --seconds is left out, and said so.
@@ -9,6 +10,7 @@ Markdown. What does not fit into --seconds is left out, and said so.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import time
 from collections.abc import Sequence
@@ -17,14 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich.console import Console
 
 import infer
 from aspd_jax import load_model
 from aspd_jax.language_model import LanguageModel
 from infer.answers.answer import Result
 from infer.evaluation.extraction import MODES, decode_task, extraction_table, read_tasks, summarise_extraction
+from infer.offline.demonstration import QUESTIONS, demonstrate_decisions
 from infer.request import Mode, SamplingParams
 
+PARTS = ("fields", "decisions", "lists")
 KINDS: tuple[Mode, ...] = ("serial", "adaptive")
 FIRST = ("generic", "knowledge", "common-sense")  # categories whose answers begin most lists that suit branches
 HEAD = (
@@ -56,8 +61,9 @@ def main() -> None:
     """Measure every model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="checkpoint")
-    parser.add_argument("--questions", required=True, type=Path, help="FastChat's file of questions")
-    parser.add_argument("--output", required=True, type=Path, help="folder")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured, in this order")
+    parser.add_argument("--questions", type=Path, help="FastChat's file of questions, for lists")
+    parser.add_argument("--output", type=Path, default=Path("."), help="folder for answers")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--seconds", type=float, default=600)
@@ -67,17 +73,26 @@ def main() -> None:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     limits = Limits(time.monotonic() + options.seconds, options.max_new_tokens, options.tasks)
-    read = [json.loads(line) for line in options.questions.read_text().splitlines()]
-    questions = sorted(read, key=lambda question: question["category"] not in FIRST)[: options.limit]
+    questions = []
+    if "lists" in options.parts:
+        if options.questions is None:
+            parser.error("--questions: expected a file for lists, got none")
+        read = [json.loads(line) for line in options.questions.read_text().splitlines()]
+        questions = sorted(read, key=lambda question: question["category"] not in FIRST)[: options.limit]
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}; greedy, repetition penalty 1.1\n", flush=True)
     for model in options.models:
         begun = time.monotonic()
         lm, name = load_model(model, options.dtype), Path(model).stem
         print(f"{name}, {lm.config.dtype}: loaded in {time.monotonic() - begun:.1f} s", flush=True)
-        for batch in options.batch:
-            _answers(lm, name, batch, questions, limits, options.output)
-        _fields(lm, name, limits)
+        for part in options.parts:
+            if part == "fields":
+                _fields(lm, name, limits)
+            elif part == "decisions":
+                _decisions(lm, name)
+            else:
+                for batch in options.batch:
+                    _answers(lm, name, batch, questions, limits, options.output)
 
 
 def _answers(lm: LanguageModel, name: str, batch: int, questions: Sequence[Any], limits: Limits, output: Path) -> None:
@@ -144,7 +159,7 @@ def _fields(lm: LanguageModel, name: str, limits: Limits) -> None:
     count = min(limits.tasks, len(tasks))
     tasks = [tasks[number * len(tasks) // count] for number in range(count)]
     engine = infer.Engine(lm, max_length=min(1024, lm.context_length), max_batch=1)
-    engine.warm_up(alone=True)
+    engine.warm_up(alone=True, checks=True)
     decoded = []
     for number, task in enumerate([*tasks[:2], *tasks]):
         if limits.left < 0:
@@ -156,6 +171,15 @@ def _fields(lm: LanguageModel, name: str, limits: Limits) -> None:
         print(
             f"{name}, fields, {len(decoded) // len(MODES)} tasks\n\n{extraction_table(summarise_extraction(decoded))}"
         )
+
+
+def _decisions(lm: LanguageModel, name: str) -> None:
+    """Answer the questions of the demo in one pass, and with one request each."""
+    engine = infer.Engine(lm, max_length=512, max_batch=1)
+    _, one_each, one_pass = demonstrate_decisions(Console(file=io.StringIO()), engine)
+    print(f"{name}, {len(QUESTIONS)} decisions about one text\n\n| | steps | ms |\n|---|---|---|")
+    for form, cost in (("one request each, one after the other", one_each), ("one pass", one_pass)):
+        print(f"| {form} | {cost.steps} | {1000 * cost.seconds:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,10 @@ def missing_tests(text: str) -> list[str]:
 
 
 @pytest.mark.default_cases(100)
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "ARCHITECTURE.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [*PAGES, *(ROOT / f"{name}.md" for name in ("ARCHITECTURE", "CHANGELOG", "SECURITY"))],
+    ids=lambda page: page.name,
+)  # fmt: skip
 def test_links_and_cited_tests_exist(page: Path) -> None:
     text = page.read_text()
     assert not missing_links(page, text) and not missing_tests(text)
@@ -111,6 +115,26 @@ def test_missing_links_and_tests_are_found() -> None:
     cited = "`test_docs.py::test_links`, `tests/test_none.py`, `test_docs.py`"
     assert missing_tests(cited) == ["test_docs.py::test_links", "test_none.py::"]
     assert (ROOT / "docs" / "support.md").read_text().count("::test_") > 40
+
+
+def uncited(files: Iterable[str], texts: str) -> list[str]:
+    """Return the files that no text names, by themselves or by their folder, which ends with a slash."""
+    return [file for file in files if file not in texts and f"{file.rpartition('/')[0]}/`" not in texts]
+
+
+def test_every_result_is_cited() -> None:
+    """Check that a page names each file of results/; negative control: a file that none names."""
+    texts = "".join(page.read_text() for page in PAGES)
+    listed = subprocess.run(["git", "ls-files", "results"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [file for file in listed.stdout.split() if (ROOT / file).exists()]
+    assert files and not uncited(files, texts)
+    assert uncited(["results/none.jsonl"], texts) == ["results/none.jsonl"]
+
+
+def test_smollm2_is_named_with_its_file() -> None:
+    """Check that pages with figures of SmolLM2 say that they are of its Q4_1 file."""
+    for page in PAGES:
+        assert "SmolLM2-135M" not in (text := page.read_text()) or "Q4_1" in text, page.name
 
 
 @pytest.mark.default_cases(100)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +141,25 @@ def test_objects_of_kubernetes(file: Path) -> None:
             del value["spec"]["template"]
             with pytest.raises(ValueError, match="template"):
                 written(value)
+
+
+@pytest.mark.slow
+def test_the_steps_of_an_accelerator_are_rehearsed(tmp_path: Path) -> None:
+    """Run the first steps with the embedded model, and read their tables in the summary."""
+    asked = {"question_id": 1, "category": "generic", "turns": ["How do kinds of tea differ?"]}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(asked) + "\n")
+    settings = {
+        "ANY_DEVICE": "1", "MODELS": "demo", "QUESTIONS": str(tmp_path / "questions.jsonl"), "PYTHON": sys.executable,
+        "REAL": "--tasks 1 --max-new-tokens 24 --batch 1",
+    }  # fmt: skip
+    command = [str(ROOT / "tests" / "accelerator.sh"), str(tmp_path / "out"), "fields", "decisions", "lists"]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+    summary = (tmp_path / "out" / "summary.txt").read_text()
+    assert done.returncode == 0 and summary == done.stdout
+    for row in ("| all (1) | exact |", "| one pass |", "| demo | 1 | 1 |"):
+        assert row in summary
+    answers = [json.loads(line) for line in (tmp_path / "out" / "lists" / "answers.jsonl").read_text().splitlines()]
+    assert [answer["mode"] for answer in answers] == ["serial", "adaptive"]
+    settings |= {"TOTAL": "0"}
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+    assert done.stdout.count("no time left") == 3, "negative control: the limit of all steps"

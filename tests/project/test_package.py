@@ -10,9 +10,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import aspd_jax
 from tests.conftest import ROOT
 from tests.project.test_embedded import MOST, WEIGHTS
 
@@ -107,3 +109,6 @@ def test_what_the_project_says_of_itself() -> None:
     assert project["authors"] == [{"name": "The aspd-jax authors"}]
     assert "Copyright 2026 The aspd-jax authors" in (ROOT / "LICENSE").read_text()
     assert list(project["urls"].values()) == ["https://arxiv.org/abs/2508.08895"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == aspd_jax.__version__ and cited["license"] == project["license"]
+    assert cited["references"][0]["url"] == project["urls"]["Paper"]
