@@ -79,7 +79,7 @@ def add(commands: Any) -> None:
     )
     process_options(serve)
     serve.add_argument(
-        "--fields", choices=("serial", "parallel", "exact"), default="serial",
+        "--fields", choices=("serial", "parallel", "exact"), default="exact",
         help="decode the fields of JSON schemas one after the other, in parallel, or in parallel as a draft of the "
         "serial answer (exact); requests may override it",
     )  # fmt: skip

@@ -7,7 +7,7 @@ that cannot be divided. Names and punctuation are literal text. Values that the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -317,6 +317,50 @@ def _fits_no_value(schema: str) -> bool:
     """Return whether no value satisfies the schema of a leaf; other errors appear when the leaf is compiled."""
     value = json.loads(schema)
     return value is False or (isinstance(value, dict) and is_unsatisfiable(value))
+
+
+def listed_values(schema: Any, path: Sequence[str]) -> tuple[str, ...]:
+    """Return the values that a schema lists at a path, as JSON text: of `enum`, and true, false and null.
+
+    Empty: another value may be there, or fewer than two are listed.
+
+    Args:
+        schema: JSON schema.
+        path: names of members, and numbers of items.
+    """
+    root = schema
+    for key in path:
+        schema, _, _ = _resolved(schema, root, (), ())
+        if not isinstance(schema, dict):
+            return ()
+        if isinstance(properties := schema.get("properties"), dict) and key in properties:
+            schema = properties[key]
+            continue
+        first, rest = schema.get("prefixItems", []), schema.get("items")
+        schema = first[int(key)] if key.isdecimal() and int(key) < len(first) else rest
+    found = _listed(schema, root, ())
+    return () if found is None or len(found) < 2 else tuple(dict.fromkeys(found))
+
+
+def _listed(schema: Any, root: Any, refs: tuple[str, ...]) -> list[str] | None:
+    """Return all values of a schema as JSON text; None: there may be others. `refs`: references on the way."""
+    schema, refs, _ = _resolved(schema, root, (), refs)
+    if not isinstance(schema, dict):
+        return None
+    types = schema.get("type")
+    named = types if isinstance(types, list) else [types]
+    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
+        fitting = [value for value in values if types is None or set(named) & set(TYPES[type(value)])]
+        if any(isinstance(value, list | dict) for value in fitting):
+            return None
+        return [json.dumps(value, ensure_ascii=False) for value in fitting]
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(schemas := schema.get(keyword), list):
+            parts = [_listed(one, root, refs) for one in schemas]
+            return None if None in parts else [text for part in parts for text in part or ()]
+    if set(named) <= {"boolean", "null"}:
+        return [text for name in named for text in (("true", "false") if name == "boolean" else ("null",))]
+    return None
 
 
 def value_length(text: str) -> int | None:

@@ -21,7 +21,7 @@ from aspd_jax.tokens import NAMES, SpecialTokens
 from aspd_jax.tool_format import tool_conversation
 from infer.answers.answer import Result, TokenLogprob
 from infer.answers.logprobs import token_logprobs
-from infer.answers.values import answer_values
+from infer.answers.values import request_values
 from infer.control.filling import check_template
 from infer.control.schemas import Schemas
 from infer.control.tags import check_tags
@@ -43,6 +43,7 @@ from infer.decisions import (
 from infer.decode.scoring import MAX_READS
 from infer.decode.state import MAX_BRANCHES, DraftSource, EngineConfig
 from infer.request import (
+    MAX_ALTERNATIVES,
     MAX_TITLE_TOKENS,
     ListMode,
     Mode,
@@ -352,14 +353,18 @@ class Engine:
         return handle
 
     def _with_logprobs(self, request: Request, result: Result) -> Result:
-        tokens = self.logprobs(request, result)
-        values = None if request.params.json_schema is None else answer_values(result.text, tokens)
-        return replace(result, logprobs=tokens, values=values)
+        tokens, values = self.logprobs(request, result), None
+        if self.lm.tokenizer is not None:
+            values = request_values(request, result, tokens, self.lm.codec.text)
+        shown = [token.first(request.alternatives or 0) for token in tokens]
+        return replace(result, logprobs=shown, values=values)
 
     def logprobs(self, request: Request, result: Result) -> list[TokenLogprob]:
-        """Return the log probabilities of an answer, with `Request.alternatives` and `Request.echo`."""
+        """Return the log probabilities of an answer with `MAX_ALTERNATIVES` alternatives, and with `Request.echo`."""
         adapter = self.adapters.slot(request.adapter)
-        return token_logprobs(self.lm, self.config, result, request.alternatives or 0, adapter, request.echo)
+        return token_logprobs(
+            self.lm, self.config, result, MAX_ALTERNATIVES, adapter, request.echo, template=request.template
+        )
 
     def check(
         self,
@@ -427,7 +432,9 @@ class Engine:
         if template is not None and budget:
             budget = min(budget, params.max_content_tokens or budget)
             check_template(template, self._schemas, self.lm.codec.text, self.config, budget, params.max_branch_tokens)
-        draft = params.draft_template if params.prediction is None else None
+        draft = None if params.prediction is not None or params.script else params.draft_template
+        if draft is not None and not self.lm.codec.text.has_byte_spellings:
+            draft = None
         if draft is not None:
             codec = self.lm.codec.text
             try:
@@ -586,8 +593,8 @@ class Engine:
 
         Args:
             alone: compile the programs for one request at a time only, without log probabilities and decisions.
-            checks: compile the programs of exact fields and predictions, too; an engine that decodes lists without tags
-                in parallel has them in any case.
+            checks: compile the programs of exact fields and predictions, too, and measure the cost for exact fields; an
+                engine that decodes lists without tags in parallel has these programs in any case.
         """
         writes_lists = self._writes_lists(SamplingParams(), "", self._lists)
         return self._scheduler.warm_up(alone, checks or writes_lists)

@@ -30,13 +30,7 @@ ListMode = Literal["parallel", "serial"]  # how lists of models without tags are
 Fields = Literal["serial", "parallel", "exact"]
 Stream: TypeAlias = Literal["text", "branches"] | None
 GRAMMARS = ("json_schema", "regex", "choices", "grammar")  # fields that constrain a whole answer
-BESIDE_TEMPLATES = (
-    "script",
-    "branch_schema",
-    "min_tokens",
-    "logprobs",
-    "prediction",
-)  # fields that a template excludes
+BESIDE_TEMPLATES = ("script", "branch_schema", "min_tokens", "prediction")  # fields that a template excludes
 MAX_TITLE_TOKENS = 24  # default of the engine, and limit of the proxy (protocol, section 5)
 STRINGS, BIASES = tuple[str, ...], Mapping[Any, float]  # types of parameters that are no single value
 

@@ -34,6 +34,8 @@ class Statistics:
         discarded_tokens: number of sampled tokens that are no part of the answer: titles that repeat another of their
             block or are similar to it, and leads without end; they took steps, too.
         drafted_tokens, accepted_tokens: number of draft tokens, and of accepted ones.
+        drafted_fields: number of fields that were decoded in parallel as a draft (exact fields); 0: the answer was
+            decoded serially, because a draft would have taken longer, or the schema has none.
         scored_tokens: number of tokens of known branches.
         decisions: times that the sequence waited for a decision of the host.
         seconds: wall time since submission by phase: queued, prefill, serial, parallel (fork and merge included),
@@ -52,6 +54,7 @@ class Statistics:
     discarded_tokens: int
     drafted_tokens: int
     accepted_tokens: int
+    drafted_fields: int = 0
     scored_tokens: int = 0
     decisions: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -83,6 +86,17 @@ class TokenLogprob(NamedTuple):
     text: bytes = b""
     top_texts: tuple[bytes, ...] = ()
 
+    def first(self, count: int) -> TokenLogprob:
+        """Return this token with the first `count` tokens of `top`."""
+        return self._replace(top=self.top[:count], top_texts=self.top_texts[:count])
+
+
+class Option(NamedTuple):
+    """A value that a schema lists, as JSON text, and its probability among the listed values."""
+
+    text: str
+    probability: float
+
 
 class Value(NamedTuple):
     """A leaf of a JSON answer.
@@ -91,11 +105,18 @@ class Value(NamedTuple):
         pointer: its JSON pointer.
         text: the value as JSON text.
         logprob: sum of the log probabilities of its tokens, those that it shares with punctuation included.
+        options: where the schema lists the values (`enum`, booleans), those whose probability is known (protocol,
+            section 5), the likeliest first; what they lack to 1 is that of the others.
     """
 
     pointer: str
     text: str
     logprob: float
+    options: tuple[Option, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {**self._asdict(), "options": [option._asdict() for option in self.options]}
 
 
 @dataclass(frozen=True)
@@ -112,11 +133,14 @@ class Result:
         stats: its cost.
         prompt_token_ids: tokens of the prompt.
         logprobs: log probabilities of the tokens of `text` in reading order, up to the end of the token that completes
-            a stop string; None: `SamplingParams.logprobs` is None, or the answer still grows.
+            a stop string; of templates and parallel fields, those of the branches, leads included; None:
+            `SamplingParams.logprobs` is None, or the answer still grows.
         values: leaves of an answer that follows a JSON schema, with their log probabilities; None: see `logprobs`.
         others: the further answers to the prompt (`SamplingParams.n`), in order.
         error: why the answer ended with `error`; empty: it did not.
         scores: log probabilities of `Request.scored`, those of each branch in the order of its places.
+        branch_sizes: tokens of each branch of each block of a template, which are those of `token_ids` in this order;
+            empty: no template.
     """
 
     text: str
@@ -130,6 +154,7 @@ class Result:
     others: tuple[Result, ...] = ()
     error: str = ""
     scores: tuple[tuple[float, ...], ...] = ()
+    branch_sizes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def outputs(self) -> tuple[Result, ...]:
@@ -169,6 +194,7 @@ class RequestOutput:
         position: position of the next serial token to be fed, as `Cursor.position`.
         template: state of the filled template; None: none.
         shortened: whether tokens that exceed the budget of plain text are left out (`limited`).
+        drafted_fields: see `Statistics`.
         scored_tokens: number of tokens of known branches that are fed.
         scores: log probabilities read in them, by step.
     """
@@ -198,6 +224,7 @@ class RequestOutput:
     position: int = 0
     template: Filled | None = None
     shortened: bool = False
+    drafted_fields: int = 0
     scored_tokens: int = 0
     scores: list[list[float]] = field(default_factory=list)
 
@@ -467,13 +494,18 @@ def make_result(
         discarded_tokens=output.discarded,
         drafted_tokens=output.drafted,
         accepted_tokens=output.accepted,
+        drafted_fields=output.drafted_fields,
         scored_tokens=output.scored_tokens,
         decisions=decisions,
         seconds=dict(seconds),
     )
     read = iter([value for step in output.scores for value in step])
     scores = tuple(tuple(islice(read, len(branch.ids))) for branch in request.scored)
-    return Result(text, structure, token_ids, reason, stats, list(request.prompt), scores=scores)
+    sizes: tuple[tuple[int, ...], ...] = ()
+    if filled is not None:
+        sizes = tuple(tuple(map(len, item.branches)) for item in output.items if isinstance(item, BlockIds))
+    prompt = list(request.prompt)
+    return Result(text, structure, token_ids, reason, stats, prompt, scores=scores, branch_sizes=sizes)
 
 
 def content_segments(config: EngineConfig, ids: list[int]) -> list[range]:

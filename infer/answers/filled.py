@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from aspd_jax.fields import value_length
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, canonical
 from aspd_jax.template import Hole, Template
+from aspd_jax.tokens import TextCodec
 from infer.answers.stop import undecided
 
 WHITE = " \t\r\n"
@@ -48,6 +49,53 @@ class HoleText(NamedTuple):
         if self.stop and (at := text.find(self.stop)) >= 0:
             return text[:at], True
         return text[: len(text) - (0 if final else undecided(text, [self.stop]))], final
+
+
+class FilledBranch(NamedTuple):
+    """A branch of a filled template.
+
+    Attributes:
+        text: text around the hole.
+        lead, rest: places of the tokens of the lead, and of those behind it, in `Result.token_ids`.
+        value: text of the value, as far as the answer has it.
+        complete: whether the value is whole.
+    """
+
+    text: HoleText
+    lead: range
+    rest: range
+    value: str
+    complete: bool
+
+
+def filled_branches(
+    template: Template, answer: str, ids: Sequence[int], sizes: Sequence[int], codec: TextCodec
+) -> list[FilledBranch]:
+    """Return the branches of a filled template in the order of its text, up to the end of the answer.
+
+    Args:
+        template: the template.
+        answer: text of the answer.
+        ids: tokens of all branches, in the order of their blocks.
+        sizes: number of tokens of each branch.
+        codec: codec of the tokenizer.
+    """
+    names = [hole.name for stage in template.stages for hole in stage]
+    places = {name: range(end - size, end) for name, size, end in zip(names, sizes, accumulate(sizes), strict=False)}
+    branches, at = list[FilledBranch](), 0
+    for part in template.parts:
+        if isinstance(part, str):
+            at += len(part)
+            continue
+        if part.name not in places or (branches and at - len(template.lead(part)) >= len(answer)):
+            break
+        own, text = places[part.name], hole_text(template, part)
+        size = len(codec.encode_exactly(text.lead))
+        lead, rest = own[:size], own[size:]
+        value, complete = text.read(codec.decode(ids[rest.start : rest.stop]), True)
+        branches.append(FilledBranch(text, lead, rest, value, complete and at + len(value) <= len(answer)))
+        at += len(value)
+    return branches
 
 
 def hole_text(template: Template, hole: Hole) -> HoleText:

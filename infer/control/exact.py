@@ -35,6 +35,7 @@ class Exact(Controller):
         assert request.draft is not None
         self._draft, self._serial, self._request, self._codec = draft, serial, request, codec
         self._template: Template = request.draft
+        self._fields = len(self._template.holes)
         self._drafted = RequestOutput()  # the draft as far as it is decoded
         self._start: int | None = None  # position behind the prompt
         self._checks, self._discarded = False, 0
@@ -46,9 +47,9 @@ class Exact(Controller):
     def read(self, output: RequestOutput) -> RequestOutput:
         """Return the answer; while the draft is decoded, it has no tokens."""
         if self._checks:
-            return replace(self._serial.read(output), discarded=self._discarded)
+            return replace(self._serial.read(output), discarded=self._discarded, drafted_fields=self._fields)
         self._drafted = self._draft.read(output)
-        return replace(output, items=[], open_branches=frozenset())
+        return replace(output, items=[], open_branches=frozenset(), drafted_fields=self._fields)
 
     def follow(self, output: RequestOutput) -> RowGuidance:
         """Return the decisions of the draft, and then those of the answer."""

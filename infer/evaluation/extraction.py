@@ -80,6 +80,7 @@ class Decoded:
         seconds: wall time from submission to the last token.
         decoding_seconds: wall time after prefill.
         token_ids: tokens of the answer.
+        drafted_fields: number of fields that were drafted (`Statistics`).
     """
 
     id: str
@@ -91,6 +92,7 @@ class Decoded:
     seconds: float
     decoding_seconds: float
     token_ids: Sequence[int]
+    drafted_fields: int = 0
 
 
 def read_tasks(file: Path | None) -> list[Task]:
@@ -171,8 +173,10 @@ def score(task: Task, mode: str, result: Result) -> Decoded:
     right = {name: name in values and equal(values[name], gold) for name, gold in task.gold.items()}
     seconds = result.stats.seconds
     after = seconds["total"] - seconds["first_token"]
-    steps, tokens = result.stats.steps, result.token_ids
-    return Decoded(task.id, mode, len(task.gold), values, right, steps, seconds["total"], after, tokens)
+    stats, tokens = result.stats, result.token_ids
+    return Decoded(
+        task.id, mode, len(task.gold), values, right, stats.steps, seconds["total"], after, tokens, stats.drafted_fields
+    )
 
 
 def equal(value: Any, gold: Any) -> bool:
@@ -232,6 +236,7 @@ def _row(name: str, pairs: Sequence[tuple[Decoded, Decoded]]) -> dict[str, Any]:
         "difference": difference(right[1], right[0])._asdict(),
         "agreement": interval(same)._asdict(),
         "equal": sum(a.token_ids == b.token_ids for a, b in pairs),
+        "drafted": sum(one.drafted_fields > 0 for one in own),
         "steps": sum(one.steps for one in own) / len(own),
         "step_ratio": sum(one.steps for one in serial) / sum(one.steps for one in own),
         "seconds": sum(one.seconds for one in own) / len(own),
@@ -241,8 +246,8 @@ def _row(name: str, pairs: Sequence[tuple[Decoded, Decoded]]) -> dict[str, Any]:
 
 
 EXTRACTION_HEAD = (
-    "| tasks | mode | fields right | difference (95 %) | fields as in serial mode | answers equal | steps | ratio | "
-    "seconds | speed-up (95 %) | without prefill |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    "| tasks | mode | fields right | difference (95 %) | fields as in serial mode | answers equal | drafted | steps | "
+    "ratio | seconds | speed-up (95 %) | without prefill |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -254,7 +259,8 @@ def extraction_table(rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append(
             f"| {row['tasks']} ({row['count']}) | {row['mode']} | {row['right'] / fields:.1%} of {fields} "
             f"| {100 * gap['mean']:+.1f} ({100 * gap['low']:+.1f} to {100 * gap['high']:+.1f}) points "
-            f"| {row['agreement']['mean']:.1%} | {row['equal']} | {row['steps']:.1f} | {row['step_ratio']:.2f}x "
+            f"| {row['agreement']['mean']:.1%} | {row['equal']} | {row['drafted']} | {row['steps']:.1f} "
+            f"| {row['step_ratio']:.2f}x "
             f"| {row['seconds']:.2f} | {ratio['mean']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f}) "
             f"| {row['decoding_speedup']:.2f}x |"
         )

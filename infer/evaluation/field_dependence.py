@@ -107,7 +107,7 @@ def _loss(engine: Engine, prompt: Sequence[int], context: str, value: str) -> fl
     tokens = encode(f" {value}")
     before = [*prompt, *encode(context)]
     chosen, _, _ = likeliest(engine.lm, engine.config, np.asarray([*before, *tokens], np.int32), -1)
-    return -float(chosen[len(before) - 1 : len(before) - 1 + len(tokens)].sum())
+    return -float(chosen[len(before) : len(before) + len(tokens)].sum())
 
 
 def _values(text: str, template: Template) -> dict[str, Any]:

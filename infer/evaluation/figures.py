@@ -84,8 +84,10 @@ def _only(records: Sequence[Record], category: str) -> list[Record]:
 
 def _summary(answers: Sequence[Record], timed: Sequence[Record]) -> dict[str, Any]:
     turns = [turn for record in answers for turn in record["turns"]]
+    graded = [float(record["correct"]) for record in answers if "correct" in record]
     return {
         "answers": len(turns) + sum("probabilities" in record for record in answers),
+        "right": interval(graded)._asdict() if graded else None,
         "errors": sum("error" in record for record in answers),
         "structure": _structure(answers, turns),
         "speed": _speed(timed),

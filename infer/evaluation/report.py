@@ -39,12 +39,10 @@ def markdown(
     for bench, result in results.items():
         lines += [f"## {bench}", "", f"{result['questions']} questions, {result['turns']} turns.", ""]
         systems = result["systems"]
-        decided = {name: s["all"] for name, s in systems.items() if s["all"]["decisions"]}
-        if decided:
-            rows = [
-                [name, str(s["decisions"]), _around(s["right"], "{:.1f}", 100, " %")] for name, s in decided.items()
-            ]
-            lines += ["### Decisions", "", *_table(["system", "decisions", "right"], rows), ""]
+        graded = {name: s["all"]["right"] for name, s in systems.items() if s["all"]["right"]}
+        if graded:
+            rows = [[name, str(s["values"]), _around(s, "{:.1f}", 100, " %")] for name, s in graded.items()]
+            lines += ["### Right answers", "", *_table(["system", "questions", "right"], rows), ""]
         speeds = {name: s["all"]["speed"] for name, s in systems.items() if s["all"]["speed"]}
         if speeds:
             lines += ["### Speed", ""] + _speed_table(speeds) + [""] + _comparison_table(result["comparisons"])

@@ -162,7 +162,10 @@ class _Proxy:
         fields = body.aspd.fields or "serial"
         if fields == "exact" or body.predicted is not None:
             name = "aspd.fields: expected serial or parallel, got exact" if fields == "exact" else "prediction: got one"
-            raise RequestError(f"{name}; an upstream does not check drafts.")
+            raise RequestError(
+                f"{name}; a check of a draft needs the log probabilities of a prompt under the grammar of the schema, "
+                "which an upstream does not return. Use aspd serve."
+            )
         sampling = SamplingParams(**values, **body.constraint(), fields=fields, template=body.aspd.template)
         limit = min(body.limit or self._max_new_tokens, self._max_new_tokens)
         in_order = bool(sampling.stop) or body.aspd.stream == "text"

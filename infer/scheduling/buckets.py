@@ -198,6 +198,10 @@ class Buckets:
             and (enough or bucket.tokens == self._largest)
         )
 
+    def padded(self, tokens: int) -> int:
+        """Return the tokens of the smallest program in which any one row feeds tokens."""
+        return next(b.tokens for b in self.buckets if b.rows == self._alone and b.max_per_row >= tokens)
+
     def need(self, summary: StepSummary, streamed: bool) -> Need:
         """Return the sizes of the next step.
 

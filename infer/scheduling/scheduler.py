@@ -44,7 +44,7 @@ from infer.scheduling.handle import DebugState, Handle
 from infer.scheduling.prefix_cache import Match, PrefixCache, RowMemory, read_row
 from infer.scheduling.request_state import RequestState
 from infer.scheduling.runner import ALL_STEPS, DraftControl, InFlightSteps, Runner
-from infer.scheduling.step_cost import StepCost, measure_cost
+from infer.scheduling.step_cost import StepCost, draft_pays, measure_cost
 from infer.scheduling.warm_up import compile_all, programs_of
 
 MIN_SLOTS_COPIED = 64
@@ -113,6 +113,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> Handle:
         """Queue a request; calls of `step` run it."""
+        request = self._with_paying_draft(request)
         stop, repeat = request.params.stop, request.params.end_at_repeat
         reader = FilledReader(stop) if request.template else EventReader(self._codec, stop, repeat)
         state = RequestState(request, reader, self.runner.clock(), request.stream)
@@ -122,6 +123,15 @@ class Scheduler:
         else:
             self._end(state, RequestOutput(LENGTH))
         return Handle(self, state)
+
+    def _with_paying_draft(self, request: Request) -> Request:
+        """Return a request without a draft of exact fields where it costs more than it saves, if costs are measured."""
+        if request.draft is None or self._cost is None:
+            return request
+        limit = self._config.max_branches
+        stages = (len(stage) for stage in request.draft.stages)
+        blocks = [min(limit, size - first) for size in stages for first in range(0, size, limit)]
+        return replace(request, drafts=draft_pays(self._cost, blocks, self.runner.buckets, len(request.prompt)))
 
     def retry_alone(self, state: RequestState) -> None:
         """Queue a failed request first. Other requests wait until it ends or fails."""
@@ -192,8 +202,8 @@ class Scheduler:
             used = [bucket for bucket in buckets.buckets if bucket.rows == least or not alone]
             most = buckets.max_checked if checks else 0
             compile_all(programs_of(self._lm, self._config, self._state_now(), used, not alone, most))
-            if not alone:
-                state, self._cost = measure_cost(self._lm, self._config, self._state_now(), buckets)
+            if not alone or checks:
+                state, self._cost = measure_cost(self._lm, self._config, self._state_now(), used)
                 self._change(state)
             return self.runner.clock() - before
 
@@ -235,7 +245,7 @@ class Scheduler:
             self._state = new_state(self._lm, self._config, len(self._rows), self._capacity, self._token_classes)
             judged = self.runner.drafts.active and not self.runner.drafts.always
             if judged and self._cost is None:
-                self._state, self._cost = measure_cost(self._lm, self._config, self._state, self.runner.buckets)
+                self._state, self._cost = measure_cost(self._lm, self._config, self._state, self.runner.buckets.buckets)
         return self._state
 
     def _change(self, state: DecodeState) -> None:

@@ -1,4 +1,4 @@
-"""Cost of a step, measured, which decides whether draft tokens pay."""
+"""Cost of a step, measured, which decides whether draft tokens and drafts of exact fields pay."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from aspd_jax.processes import agreed
 from infer.decode.decode_step import StopConditions, run
 from infer.decode.slots import fill_for_timing
 from infer.decode.state import DecodeState, EngineConfig
-from infer.scheduling.buckets import Buckets
+from infer.scheduling.buckets import PROMPT_BESIDE, Buckets
 
+# Sampled tokens of a JSON value, steps of a block of them, and passes that check a draft (docs/when_it_pays.md).
+VALUE_TOKENS, BLOCK_STEPS, CHECKS = 5, 12, 2
 REPEATS = 5
 TIMED_TOKENS = (1, 4, 16)  # tokens per row of the timed steps
 
@@ -61,17 +63,40 @@ def fit(samples: Sequence[Sample]) -> StepCost:
         chosen.remove(int(np.argmin(values)))
 
 
+def draft_pays(cost: StepCost, blocks: Sequence[int], buckets: Buckets, context: int) -> bool:
+    """Return whether decoding fields in parallel and checking them costs less than decoding them serially.
+
+    Args:
+        cost: cost of a step.
+        blocks: number of fields of each block.
+        buckets: programs, which feed at least as many tokens as there are fields.
+        context: slots that a step reads.
+    """
+
+    def milliseconds(width: int) -> float:
+        return cost.milliseconds(buckets.padded(width), context)
+
+    serial = VALUE_TOKENS * sum(blocks) * milliseconds(1)
+    return BLOCK_STEPS * sum(map(milliseconds, blocks)) + CHECKS * milliseconds(PROMPT_BESIDE) < serial
+
+
 def measure_cost(
-    lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Buckets
+    lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket]
 ) -> tuple[DecodeState, StepCost]:
-    """Time steps of several widths over parts of the cache, and fit the cost of a step."""
-    samples = []
-    buckets_of_all = [bucket for bucket in buckets.buckets if bucket.rows == buckets.rows]
+    """Time steps of several widths over parts of the cache, and fit the cost of a step.
+
+    Args:
+        lm, config: the model and the configuration of the engine.
+        state: state in which no request runs.
+        buckets: programs, of which those for most rows are timed.
+    """
+    samples, rows = [], max(bucket.rows for bucket in buckets)
+    buckets_of_all = [bucket for bucket in buckets if bucket.rows == rows]
     counts = [bucket.slots for bucket in buckets_of_all]
     for slots in sorted({min(counts), max(counts)}):
         equal = [bucket for bucket in buckets_of_all if bucket.slots == slots]
         largest = max(bucket.tokens for bucket in equal)
-        targets = [min(tokens * buckets.rows, largest) for tokens in TIMED_TOKENS]
+        targets = [min(tokens * rows, largest) for tokens in TIMED_TOKENS]
         sizes = {min(bucket.tokens for bucket in equal if bucket.tokens >= tokens) for tokens in targets}
         for tokens in sorted(sizes):
             bucket = min((bucket for bucket in equal if bucket.tokens == tokens), key=lambda bucket: bucket.max_per_row)

@@ -23,7 +23,6 @@ from aspd_jax.errors import RequestError
 from aspd_jax.progress import programs_compiled
 from aspd_jax.tool_format import read_tool_format
 from infer.answers.answer import Result
-from infer.answers.values import answer_values
 from infer.engine import Engine
 from infer.request import PromptTooLong, SamplingParams
 from infer.request import Request as DecodingRequest
@@ -297,9 +296,6 @@ class _Server:
             raise Refused(400, str(error), INVALID, code) from None
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}") from None
-        if requests[0].template is not None and body.alternatives is not None:
-            message = "logprobs: expected none with a template or parallel fields, got one"
-            raise Refused(400, message, param="logprobs")
         compiled_before = programs_compiled()
         echo = isinstance(body, CompletionRequest) and body.echo
         stream = body.aspd.stream if body.stream else None
@@ -418,7 +414,7 @@ class _Server:
         answer = {**head, "object": form.whole, "choices": choices, "usage": counted}
         if body.aspd.statistics:
             pairs = zip(tickets, finished, strict=True)
-            answer["aspd"] = [_extension(ticket, result, compiled_before) for ticket, result in pairs]
+            answer["aspd"] = [self._extension(form, ticket, result, compiled_before) for ticket, result in pairs]
         return answer
 
     async def _results(self, tickets: Sequence[Ticket]) -> list[Result]:
@@ -469,7 +465,7 @@ class _Server:
                     choices += form.closing(number, end, logprobs)
                 events = [{**head, "choices": [choice], **extra} for choice in choices]
                 if end is not None and body.aspd.statistics:
-                    events[-1]["aspd"] = _extension(tickets[number], end, compiled_before)
+                    events[-1]["aspd"] = self._extension(form, tickets[number], end, compiled_before)
                 if events:
                     yield events
             if body.with_usage:
@@ -509,13 +505,13 @@ class _Server:
         if ticket.logprobs is None:
             raise Broken
         prompt = len(ticket.request.prompt) if ticket.request.echo else 0
-        return form.logprobs(ticket.logprobs, self._engine.lm.codec.text, prompt)
+        tokens = [token.first(ticket.request.alternatives) for token in ticket.logprobs]
+        return form.logprobs(tokens, self._engine.lm.codec.text, prompt)
 
-
-def _extension(ticket: Ticket, result: Result, compiled_before: int) -> dict[str, Any]:
-    """Return the statistics of an answer, and with log probabilities of a JSON answer those of its values."""
-    found = statistics(result, programs_compiled() - compiled_before)
-    request = ticket.request
-    if ticket.logprobs is None or request.params.json_schema is None or request.echo:
-        return found
-    return found | {"values": [value._asdict() for value in answer_values(result.text, ticket.logprobs)]}
+    def _extension(self, form: Form, ticket: Ticket, result: Result, compiled_before: int) -> dict[str, Any]:
+        """Return the statistics of an answer, and with log probabilities of a JSON answer those of its values."""
+        found = statistics(result, programs_compiled() - compiled_before)
+        if ticket.logprobs is None:
+            return found
+        values = form.values(ticket.request, result, ticket.logprobs, self._engine.lm.codec.text)
+        return found if values is None else found | {"values": [value.to_json() for value in values]}

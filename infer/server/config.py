@@ -54,7 +54,7 @@ class ServerConfig:
     timeout: float = 300.0
     chunk: float = 0.03
     drain: float = 30.0
-    fields: Fields = "serial"
+    fields: Fields = "exact"
     calibration: Calibration = "orders"
     warm_up: WarmUp = "first"
 

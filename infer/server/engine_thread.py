@@ -46,7 +46,7 @@ class Ticket:
         request: the request.
         number: unique number, once the engine's thread has the request.
         handle: handle of the request, once it is submitted.
-        logprobs: log probabilities, set before `done`; None: not asked for, or they failed.
+        logprobs: log probabilities (`Engine.logprobs`), set before `done`; None: not asked for, or they failed.
         events: new events of each chunk; None: the engine failed.
         cancelled: whether the client cancelled the request.
     """

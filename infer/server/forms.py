@@ -14,7 +14,9 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from aspd_jax.structure import to_json
 from aspd_jax.tokens import TextCodec
-from infer.answers.answer import Result, TokenLogprob
+from infer.answers.answer import Result, TokenLogprob, Value
+from infer.answers.values import request_values
+from infer.request import Request
 from infer.server.deltas import Delta
 
 MAX_NAMES = 32  # ignored keywords that a header names
@@ -140,6 +142,10 @@ class Form(Protocol):
 
     def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any: ...
 
+    def values(
+        self, request: Request, result: Result, tokens: Sequence[TokenLogprob], codec: TextCodec
+    ) -> list[Value] | None: ...
+
 
 class Chat:
     """Format of chat completions."""
@@ -170,6 +176,11 @@ class Chat:
             top = [entry(text, value) for text, value in zip(token.top_texts, values, strict=True)]
             content.append(entry(token.text, token.logprob) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
+
+    def values(
+        self, request: Request, result: Result, tokens: Sequence[TokenLogprob], codec: TextCodec
+    ) -> list[Value] | None:
+        return request_values(request, result, tokens, codec)
 
 
 class Text:
@@ -223,6 +234,11 @@ class Text:
             "top_logprobs": list(map(top, tokens)),
             "text_offset": offsets,
         }
+
+    def values(
+        self, request: Request, result: Result, tokens: Sequence[TokenLogprob], codec: TextCodec
+    ) -> list[Value] | None:
+        return request_values(request, result, tokens, codec)
 
 
 def text_offsets(codec: TextCodec, ids: Sequence[int], start: int) -> list[int]:

@@ -6,7 +6,10 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from infer.answers.answer import Result
+from aspd_jax.tokens import TextCodec
+from infer.answers.answer import Result, TokenLogprob, Value
+from infer.answers.values import answer_values, request_values
+from infer.request import Request
 from infer.server.deltas import Delta
 from infer.server.forms import Chat, finish
 from infer.server.tool_calls import CallReader, Piece, ToolCalls
@@ -49,6 +52,25 @@ class ToolChat(Chat):
         rest = [_chunk(number, _part(piece)) for piece in reader.read("", final=True)]
         reason = finish_reason(reader, result)
         return [*rest, {"index": number, "delta": {}, "finish_reason": reason, "logprobs": logprobs}]
+
+    def values(
+        self, request: Request, result: Result, tokens: Sequence[TokenLogprob], codec: TextCodec
+    ) -> list[Value] | None:
+        """Return the values of the arguments of all calls; their pointers lead to them in the message."""
+        pieces, values, at = self._calls.reader().read(result.text, final=True), list[Value](), 0
+        schemas = {function.name: function.arguments.schema for function in self._calls.functions}
+        if not pieces or pieces[-1].call < 0:
+            return super().values(request, result, tokens, codec)
+        for call, tool in enumerate(whole_calls(pieces)):
+            name, arguments = tool["function"]["name"], tool["function"]["arguments"]
+            place = ("tool_calls", str(call), "function", "arguments")
+            if request.template is not None:  # of one call
+                return request_values(request, result, tokens, codec, place)
+            if arguments:
+                at = result.text.index(arguments, at)
+                values += answer_values(result.text, tokens, schemas.get(name, True), at, place)
+                at += len(arguments)
+        return values
 
     def _reader(self, number: int) -> CallReader:
         if number not in self._readers:

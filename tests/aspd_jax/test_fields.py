@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aspd_jax.errors import RequestError
-from aspd_jax.fields import MAX_VALUES, complete_schema, fields_template, value_length
+from aspd_jax.fields import MAX_VALUES, complete_schema, fields_template, listed_values, value_length
 from aspd_jax.json_schema import read_schema
 from aspd_jax.template import Hole, Template
 
@@ -306,3 +306,27 @@ def test_filled_templates_are_instances(pair: tuple[dict[str, Any], Any], behind
         assert all((value_length(text[:cut]) or cut) == cut for cut in range(1, len(text)))
         found[hole.name] = text.strip()
     assert json.loads(template.fill(found)) == value
+
+
+@pytest.mark.parametrize(
+    ("schema", "path", "listed"),
+    [
+        ({"type": "boolean"}, "", ("true", "false")),
+        ({"type": ["null", "boolean"]}, "", ("null", "true", "false")),
+        ({"enum": ["a", "größe", 7, None, True]}, "", ('"a"', '"größe"', "7", "null", "true")),
+        ({"type": ["string", "null"], "enum": ["a", 7, None]}, "", ('"a"', "null")),
+        ({"anyOf": [{"const": "x"}, {"type": "null"}]}, "", ('"x"', "null")),
+        ({"anyOf": [{"const": "x"}, {"type": "string"}]}, "", ()),
+        ({"enum": [[1], [2]]}, "", ()),
+        ({"const": "x"}, "", ()),
+        ({"type": "string"}, "", ()),
+        (True, "", ()),
+        ({"properties": {"a": {"items": {"type": "boolean"}}}}, "a 3", ("true", "false")),
+        ({"properties": {"a": {"prefixItems": [{"enum": [1, 2]}], "items": False}}}, "a 0", ("1", "2")),
+        ({"properties": {"a": {"type": "boolean"}}}, "b", ()),
+        ({"$defs": {"k": {"enum": ["x", "y"]}}, "properties": {"a": {"$ref": "#/$defs/k"}}}, "a", ('"x"', '"y"')),
+        ({"$defs": {"k": {"anyOf": [{"$ref": "#/$defs/k"}]}}, "$ref": "#/$defs/k"}, "", ()),
+    ],
+)
+def test_listed_values(schema: Any, path: str, listed: tuple[str, ...]) -> None:
+    assert listed_values(schema, path.split()) == listed

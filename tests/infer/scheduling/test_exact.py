@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import infer.control.exact
 import infer.decode.checking
+import infer.scheduling.scheduler
 from aspd_jax import LanguageModel, load_model, save_model
 from aspd_jax.sharding import make_mesh
 from aspd_jax.tokens import TextCodec
@@ -22,6 +23,7 @@ from infer import Engine, Result, SamplingParams
 from infer.control.draft_text import ANCHOR, DraftText
 from infer.decode.grammar import sample_lanes
 from infer.decode.inputs import Lanes
+from infer.scheduling.step_cost import StepCost
 from tests.conftest import SIZES, patched
 from tests.infer.scheduling.test_filling import LATER, PROMPT, SCHEMA, random_schema
 from tests.infer.scheduling.test_structured_output import LIMITED, record, valid
@@ -39,7 +41,8 @@ def params(**changes: Any) -> SamplingParams:
 
 
 def plain(result: Result) -> Any:
-    return result.text, result.structure, result.token_ids, result.finish_reason, result.error, result.logprobs
+    said = result.text, result.structure, result.token_ids, result.finish_reason, result.error
+    return *said, result.logprobs, result.values
 
 
 def both(engine: Engine, asked: Sequence[SamplingParams]) -> tuple[list[Result], list[Result]]:
@@ -70,6 +73,7 @@ def test_answers_are_those_of_serial_mode(engine: Engine) -> None:
     serial, exact = both(engine, [params(**kind) for kind in kinds])
     assert same(serial, exact) and {result.finish_reason for result in exact} == {"stop"}
     assert all(valid(r.text, k.get("json_schema", SCHEMA)) for r, k in zip(exact, kinds, strict=True))
+    assert exact[0].values
     for one, other in zip(serial, exact, strict=True):
         assert one.stats.content_tokens == other.stats.content_tokens
         assert one.stats.critical_path - 3 <= other.stats.critical_path <= one.stats.critical_path
@@ -192,6 +196,19 @@ def test_a_cancelled_draft_leaves_the_prompt(engine: Engine) -> None:
     handle.cancel()
     assert handle.result is not None and (handle.result.text, handle.result.finish_reason) == ("", "cancelled")
     assert same(*both(engine, [params()]))
+
+
+@pytest.mark.further
+def test_a_draft_that_costs_more_than_it_saves_is_left_out(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check answer, steps and statistics; where wide steps are cheap, there is a draft (negative control)."""
+    monkeypatch.setattr(infer.scheduling.scheduler, "compile_all", lambda programs: None)
+    for cost, fields in ((StepCost(1.0, 1.0, 0.0), 0), (StepCost(1.0, 0.0, 0.0), 7)):
+        monkeypatch.setattr(infer.scheduling.scheduler, "measure_cost", lambda *given, cost=cost: (given[2], cost))
+        own = Engine(lm, **SIZES)
+        own.warm_up(alone=True, checks=True)
+        (serial,), (exact,) = both(own, [params(logprobs=1)])
+        assert same([serial], [exact]) and (serial.stats.drafted_fields, exact.stats.drafted_fields) == (0, fields)
+        assert (exact.stats.steps == serial.stats.steps) == (not fields) == (not exact.stats.discarded_tokens)
 
 
 @pytest.mark.further

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import jsonschema
@@ -23,6 +24,7 @@ from infer import Engine, SamplingParams
 from infer.answers.events import Event
 from infer.answers.filled import Filled, hole_text
 from infer.control.filling import value_grammar
+from infer.request import ScoredBranch
 from tests.conftest import SIZES
 from tests.infer.scheduling.test_structured_output import record, valid
 
@@ -126,6 +128,72 @@ def test_tokens_equal_a_full_pass(engine: Engine) -> None:
             assert own[n] == likeliest, (of, k, n)
             matcher.take([own[n]])
     assert checked > 8
+
+
+def test_log_probabilities_are_those_of_the_branches(engine: Engine) -> None:
+    """Compare with known branches, which are fed to the stepwise engine; in serial form they have others."""
+    (result,) = engine.generate([PROMPT], params(json_schema=SCHEMA, fields="parallel", logprobs=3))
+    assert result.logprobs is not None and [token.token for token in result.logprobs] == result.token_ids
+    (sizes,) = result.branch_sizes
+    ends = list(accumulate(sizes))
+    branches = [tuple(result.token_ids[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    prompt, known = result.prompt_token_ids, [*branches, tuple(result.token_ids)]
+    *apart, joined = engine.score(prompt, [ScoredBranch(own, tuple(range(len(own) - 1)), own[1:]) for own in known])
+    (first,) = engine.score(prompt[:-1], [ScoredBranch((prompt[-1],), (0,), (branches[0][0],))])
+    found = np.asarray([token.logprob for token in result.logprobs])
+    expected = np.concatenate([[*first, *own] for own in apart])
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert np.abs(found[1:] - joined).max() > 0.1, "negative control: siblings are hidden"
+    assert all(len(token.top) == 3 for token in result.logprobs)
+
+    pointers = ["/name", "/address/street", "/address/zip", "/kind", "/rush", "/tags", "/more"]
+    values = {value.pointer: value for value in result.values or ()}
+    assert [place for place in values if not place.startswith("/tags/")] == [p for p in pointers if p in values]
+    assert json.loads(values["/kind"].text) == json.loads(result.text)["kind"]
+    places = range(ends[4] - sizes[4], ends[4])
+    spelled = [
+        n for n in places if result.logprobs[n].text.strip(b" ") and n >= places.start + len(lead(engine, "rush"))
+    ]
+    assert values["/rush"].logprob == pytest.approx(sum(found[spelled]))
+
+
+def lead(engine: Engine, name: str) -> list[int]:
+    template = fields_template(SCHEMA)
+    assert template is not None
+    (hole,) = (hole for hole in template.holes if hole.name == name)
+    return engine.lm.codec.text.encode_exactly(hole_text(template, hole).lead)
+
+
+@pytest.mark.further
+def test_log_probabilities_of_later_blocks(engine: Engine) -> None:
+    """Check blocks of one branch against the same tokens as serial text, whose mask and positions are the same."""
+    asked = params(json_schema=record(a=WORD, b={**WORD, "x-after": ["a"]}), fields="parallel", logprobs=0)
+    (result,) = engine.generate([PROMPT], asked)
+    assert len(result.branch_sizes) == 2 and result.logprobs is not None
+    own = tuple(result.token_ids)
+    (joined,) = engine.score(result.prompt_token_ids, [ScoredBranch(own, tuple(range(len(own) - 1)), own[1:])])
+    found = np.asarray([token.logprob for token in result.logprobs])
+    np.testing.assert_allclose(found[1:], joined, atol=1e-4)
+
+
+@pytest.mark.further
+def test_log_probabilities_of_cut_answers(engine: Engine) -> None:
+    """Check budgets, stop strings, free text, and fields out of order: the tokens are those of the text's branches."""
+    whole = engine.generate([PROMPT], params(json_schema=LATER, fields="parallel", logprobs=0))[0]
+    assert whole.logprobs is not None and len(whole.logprobs) == len(whole.token_ids)
+    assert [value.pointer for value in whole.values or ()] == ["/first", "/second", "/both", "/third"]
+    for more in (
+        {"json_schema": LATER, "fields": "parallel", "stop": ('"both"',)},
+        {"json_schema": LATER, "fields": "parallel", "max_branch_tokens": 14},
+        {"template": "A:{a}\n\nB:{b}\n\nC:{c after a}", "max_branch_tokens": 20},
+    ):
+        (result,) = engine.generate([PROMPT], params(**more, logprobs=1))
+        assert result.logprobs and len(result.logprobs) <= len(result.token_ids)
+        said = b"".join(token.text for token in result.logprobs).decode(errors="replace")
+        assert result.text.strip()[-4:] in said
+        for value in result.values or ():
+            assert value.text in result.text and value.logprob < 0
+    assert [value.pointer for value in result.values or ()] == []
 
 
 @pytest.mark.further

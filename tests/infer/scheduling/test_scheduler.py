@@ -31,7 +31,7 @@ from infer.scheduling.buckets import PROMPT_BESIDE
 from infer.scheduling.handle import Handle
 from infer.scheduling.prefix_cache import MIN_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
 from infer.scheduling.runner import FREE_TOKENS, InFlightSteps, Runner
-from infer.scheduling.step_cost import Sample, StepCost, fit
+from infer.scheduling.step_cost import Sample, StepCost, draft_pays, fit
 from tests.conftest import SIZES, deferred_branches
 from tests.helpers.answers import EXAMPLE, SEPARATOR, linearise, same
 
@@ -452,6 +452,24 @@ def test_costs_of_steps_are_fitted() -> None:
     found = fit(samples)
     assert np.allclose([found.base, found.per_token, found.per_slot], [3.0, 0.25, 0.001], rtol=1e-6)
     assert fit([Sample(t, 100, 5.0 - t / 100) for t in (1, 8, 64)]).per_token == 0.0, "no part is negative"
+
+
+@pytest.mark.further
+def test_drafts_of_fields_pay_where_wide_steps_are_cheap(bare_lm: LanguageModel) -> None:
+    """Check with costs by hand: 5 serial steps for each field, against 12 steps of all fields and two checks."""
+    buckets = Engine(bare_lm, max_length=256, max_branches=16).buckets
+    assert [buckets.padded(width) for width in (1, 2, 5, 9, 64)] == [1, 4, 8, 16, 64]
+    level, steep = StepCost(1.0, 0.0, 0.0), StepCost(0.9, 0.1, 0.0)
+    for cost, blocks, pays in (
+        (level, [2], 5 * 2 > 12 + 2),
+        (level, [3], 5 * 3 > 12 + 2),
+        (level, [3, 1], 5 * 4 > 24 + 2),
+        (steep, [6], 5 * 6 > 12 * 1.7 + 2 * 7.3),
+        (steep, [8], 5 * 8 > 12 * 1.7 + 2 * 7.3),
+        (replace(steep, per_slot=0.01), [6], 5 * 6 * 11 > 12 * 11.7 + 2 * 17.3),
+    ):
+        assert draft_pays(cost, blocks, buckets, 1000) == pays
+    assert [draft_pays(steep, [width], buckets, 0) for width in (6, 8)] == [False, True]
 
 
 @pytest.mark.further

@@ -100,6 +100,32 @@ def test_inputs(server: Running) -> None:
     assert status == 200 and all(0 <= outside <= 1 for outside in body["aspd"]["outside"])
 
 
+@pytest.mark.further
+def test_other_endpoints_take_the_same_parts(server: Running) -> None:
+    """Check parts with JSON and refusals, and calls of custom tools; negative controls: data that is no object."""
+    items = [
+        {"role": "user", "content": [{"type": "input_json", "data": {"text": INPUT}}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"type": "custom_tool_call", "call_id": "2", "name": "run", "input": "ls"},
+        {"type": "custom_tool_call_output", "call_id": "2", "output": "a"},
+    ]
+    limits = {"model": "demo", "max_output_tokens": 2}
+    status, body = post(server, "/v1/responses", limits | {"input": items})
+    assert status == 200, body
+    chat = {"model": "demo", "max_tokens": 2}
+    status, same = post(
+        server, "/v1/chat/completions", chat | {"messages": [*items[:2], {"role": "user", "content": "?"}]}
+    )
+    assert status == 200, same
+    shown = [{"role": "user", "content": f'{{"text":"{INPUT}"}}'}, {"role": "assistant", "content": "No."}]
+    status, body = post(server, "/v1/chat/completions", chat | {"messages": [*shown, {"role": "user", "content": "?"}]})
+    assert body["usage"]["prompt_tokens"] == same["usage"]["prompt_tokens"]
+    for data in ([1], "text", None):
+        wrong = [{"role": "user", "content": [{"type": "input_json", "data": data}]}]
+        status, body = post(server, "/v1/responses", limits | {"input": wrong})
+        assert status == 400 and body["error"]["param"].startswith("input[0].content[0]"), body
+
+
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 DEEP: Any = {}
 for _ in range(40):
@@ -157,6 +183,8 @@ def test_system_one(server: Running) -> None:
         assert answers[name]["confidence"] == max(shares.values())
     assert answers["team"]["choice"] in answers["team"]["probabilities"]
     assert answers["mood"]["legend"] == {"0": "calm", "1": "upset", "2": "angry"}
+    status, body = post(server, "/v1/systemone", SYSTEM_ONE | {"state": "a b c " * 2000})
+    assert status == 400 and body["error"]["param"] == "state" and "at most" in body["error"]["message"]
     for field in ("images", "assets"):
         status, body = post(server, "/v1/systemone", SYSTEM_ONE | {field: ["data:image/png;base64,AAAA"]})
         assert status == 400 and body["error"]["param"] == field and "only text" in body["error"]["message"]

@@ -62,7 +62,8 @@ def test_fields_in_parallel(client: TestClient) -> None:
     assert reply["aspd"][0]["statistics"]["branches"] == 7
     (fork, end) = reply["aspd"][0]["structure"]
     assert fork["branches"][1]["title"] == "address.street" and end["text"] == "}"
-    serial = ask(client, response_format=FORMAT, aspd={"statistics": True}).json()["aspd"][0]["statistics"]
+    asked = {"statistics": True, "fields": "serial"}
+    serial = ask(client, response_format=FORMAT, aspd=asked).json()["aspd"][0]["statistics"]
     assert serial["branches"] == 0, "negative control"
     assert reply["aspd"][0]["statistics"]["steps"] * 2 < serial["steps"]
 
@@ -81,6 +82,12 @@ def test_exact_fields(client: TestClient) -> None:
         "/address/zip",
     ]
     assert exact["aspd"][0]["values"] == serial["aspd"][0]["values"]
+    parallel = ask(client, **asked | {"min_tokens": 0}, aspd={"fields": "parallel", "statistics": True}).json()
+    assert parallel["choices"][0]["logprobs"]["content"]
+    for reply in (exact, parallel):
+        values = {value["pointer"]: value for value in reply["aspd"][0]["values"]}
+        said = json.loads(reply["choices"][0]["message"]["content"])
+        assert json.loads(values["/address/zip"]["text"]) == said["address"]["zip"]
     deltas = [
         chunk["choices"][0]["delta"].get("content", "") for chunk in chunks(client, **asked, aspd={"fields": "exact"})
     ]
@@ -131,6 +138,19 @@ def test_arguments_of_a_named_function(demo_engine: Engine) -> None:
             assert single["choices"][0]["message"]["tool_calls"][0]["function"] == call["function"]
             assert single["aspd"][0]["statistics"]["branches"] == branches
         assert called[1] == called[2], "exact arguments are the serial ones"
+        likely = [
+            ask(client, **asked, logprobs=True, aspd={"fields": fields, "statistics": True}).json()
+            for fields in ("exact", "serial", "parallel")
+        ]
+        assert likely[0]["choices"][0]["logprobs"] == likely[1]["choices"][0]["logprobs"]
+        assert likely[0]["aspd"][0]["values"] == likely[1]["aspd"][0]["values"]
+        for reply in likely:
+            arguments = json.loads(reply["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
+            for value in reply["aspd"][0]["values"]:
+                *before, name = value["pointer"].split("/")
+                assert "/".join(before) == "/tool_calls/0/function/arguments"
+                assert json.loads(value["text"]) == arguments.pop(name)
+            assert not arguments
         other = tool | {"function": tool["function"] | {"name": "refund"}}
         for more in ({"parallel_tool_calls": True}, {"tools": [tool, other]}, {"tool_choice": "auto"}):
             reply = ask(client, **once | more, aspd={"fields": "parallel", "statistics": True}).json()
@@ -151,6 +171,12 @@ def test_the_default_of_the_server(lm: LanguageModel) -> None:
         serial = ask(client, **asked, aspd={"statistics": True, "fields": "serial"}).json()
         assert serial["aspd"][0]["statistics"]["branches"] == 0
         assert ask(client).status_code == 200
+    with TestClient(make_app(engine, ServerConfig(name="m", max_new_tokens=300, warm_up="none"))) as client:
+        exact, serial = (
+            ask(client, **asked, aspd={"statistics": True, **more}).json() for more in ({}, {"fields": "serial"})
+        )
+        assert exact["choices"] == serial["choices"]
+        assert [reply["aspd"][0]["statistics"]["drafted_fields"] for reply in (exact, serial)] == [7, 0]
 
 
 def test_ignored_keywords_are_named(client: TestClient) -> None:
@@ -187,7 +213,6 @@ def test_a_field_without_values_is_left_out(client: TestClient) -> None:
         ({"aspd": {"fields": "both"}}, "fields"),
         ({"aspd": {"template": "{a"}}, "line 1, column 1"),
         ({"aspd": {"template": "A:{a}"}, "response_format": FORMAT}, "template"),
-        ({"aspd": {"template": "A:{a}"}, "logprobs": True}, "logprobs: expected none with a template"),
         ({"aspd": {"template": "A:{a}"}, "max_tokens": 1}, "template: expected a budget"),
         ({"aspd": {"template": "A:{a} B:{a}"}}, "hole 'a': expected different names"),
         ({"aspd": {"template": "A:{a after b} B:{b after a}"}}, "do not depend on each other, got a, b"),
