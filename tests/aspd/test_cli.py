@@ -215,7 +215,8 @@ def test_what_the_demo_shows(capsys: Any, monkeypatch: Any) -> None:
 def test_parts_of_the_demo(monkeypatch: Any) -> None:
     """Check the values, steps and seconds in the tables against the engine's."""
     few = {"type": "object", "properties": {"rush": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}}}
-    monkeypatch.setattr(demonstration, "ORDER_SCHEMA", few | {"required": ["rush", "kind"]})
+    closed = {"required": ["rush", "kind"], "additionalProperties": False}
+    monkeypatch.setattr(demonstration, "ORDER_SCHEMA", few | closed)
     monkeypatch.setattr(demonstration, "QUESTIONS", demonstration.QUESTIONS[:2])
     console = Console(record=True, width=120, file=io.StringIO())
     engine = Engine(load_model("demo"), max_length=1024, max_batch=1)
