@@ -52,8 +52,8 @@ def growth(results: Iterable[Result]) -> tuple[list[Lane], Result]:
     leads: dict[tuple[int, int], list[int]] = {}
     for result in results:
         for key, text, title in _parts(result):
-            if len(text) > lengths.get(key, 0):
-                lengths[key] = len(text)
+            if (length := len(text.strip())) > lengths.get(key, 0):
+                lengths[key] = length
                 grown.setdefault(key, []).append(result.stats.steps)
                 if title and text == title:
                     leads.setdefault(key, []).append(result.stats.steps)
@@ -78,22 +78,31 @@ def _names(result: Result) -> Iterator[tuple[tuple[int, int], str]]:
     for number, item in enumerate(result.structure):
         if isinstance(item, Parallel):
             for branch, each in enumerate(item.branches, 1):
-                text = " ".join(f"{each.caption} {each.text}".replace("*", "").split())
+                whole = each.text if each.caption in each.text else f"{each.caption} {each.text}"
+                text = " ".join(whole.replace("*", "").lstrip(" ,{").split())
                 yield (number, branch), text if len(text) <= LABEL else text[: LABEL - 1] + "…"
         else:
             yield (number, 0), "introduction" if number == 0 else "text"
 
 
-def draw_lanes(title: str, lanes: Sequence[Lane], others: Sequence[tuple[str, int]]) -> Figure:
+def with_headings(lanes: Sequence[Lane]) -> list[Lane]:
+    """Add a lane for the steps between the introduction and the first branch, which decode the headings of a list."""
+    begin, end = lanes[0].steps[-1], min(lane.steps[0] for lane in lanes if lane.is_branch)
+    steps = tuple(range(begin + 1, end))
+    return [lanes[0], Lane("headings of all items", steps, steps), *lanes[1:]]
+
+
+def draw_lanes(title: str, lanes: Sequence[Lane], steps: int, others: Sequence[tuple[str, int]]) -> Figure:
     """Draw the parts of an answer over its steps, and other ways to decode it as bars below.
 
     Args:
         title: what is answered.
-        lanes: parts; the last step of all of them is labelled.
+        lanes: parts.
+        steps: number of steps of the answer.
         others: name and number of steps of other modes, serial mode last.
     """
     rows = len(lanes) + len(others)
-    longest = max(steps for _, steps in others)
+    longest = max(count for _, count in others)
     figure = Figure(figsize=(9, 0.9 + 0.3 * rows), layout="constrained", facecolor="white")
     axes = figure.subplots()
     for row, lane in enumerate(lanes):
@@ -101,15 +110,14 @@ def draw_lanes(title: str, lanes: Sequence[Lane], others: Sequence[tuple[str, in
         for step in lane.steps:
             axes.barh(row, 1, left=step - 1, height=0.8, color=TITLE_COLOUR if step in lane.leads else colour)
         axes.text(lane.steps[-1] + 0.01 * longest, row, lane.name, va="center", fontsize=8)
-    for row, (name, steps) in enumerate(others, len(lanes)):
-        axes.barh(row + 0.3, steps, height=0.8, color=SERIAL_COLOUR)
+    for row, (name, count) in enumerate(others, len(lanes)):
+        axes.barh(row + 0.3, count, height=0.8, color=SERIAL_COLOUR)
         axes.text(0.01 * longest, row + 0.3, name, va="center", fontsize=8, color="white")
-    last = max(lane.steps[-1] for lane in lanes)
-    axes.axvline(last, color="black", linewidth=0.8, linestyle=":")
-    ends = [last, *(steps for _, steps in others)]
-    axes.set_xticks(sorted({0, *ends}))
+    axes.axvline(steps, color="black", linewidth=0.8, linestyle=":")
+    axes.text(steps + 0.01 * longest, -0.75, f"{steps} steps", va="center", fontsize=8)
+    axes.set_xticks(sorted({0, steps, *(count for _, count in others)}))
     axes.set_yticks([])
-    axes.set(xlabel="steps", xlim=(0, 1.02 * longest), ylim=(rows, -0.6))
+    axes.set(xlabel="steps", xlim=(0, 1.02 * longest), ylim=(rows, -1))
     axes.set_title(fill(title, 105), fontsize=9, loc="left")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -142,26 +150,27 @@ def draw_record(engine: Engine) -> Figure:
         others.append((f"{fields}: {other.stats.steps} steps", other.stats.steps))
         print(fields, other.text)
     print("parallel", result.text)
-    return draw_lanes(f"“{ORDER}”", [lane for lane in lanes if lane.is_branch], others)
+    return draw_lanes(f"“{ORDER}”", [lane for lane in lanes if lane.is_branch], result.stats.steps, others)
 
 
-def draw_mask(engine: Engine) -> Figure:
-    """Draw the visibility of a short answer with three branches."""
+def draw_mask() -> Figure:
+    """Draw the visibility of a short answer with three branches, whose titles are leads."""
+    lm = load_model("smollm2-aspd")
     prices = {"\nPens:": " $60.", "\nMaps:": " $40.", "\nCups:": " $80."}
     parts = Parallel(tuple(Branch(lead, lead + rest) for lead, rest in prices.items()))
-    codec = engine.lm.codec
-    ids = codec.linearise((Serial("Prices."), parts, Serial("\nSum: $180."))).tokens
-    layout = Layout(*(field[0] for field in build_layout(ids[None], codec.special)))
-    names = [engine.lm.tokenizer.decode(int(token)).replace("\n", "⏎") for token in ids]
-    return draw_visibility(layout, names, title="each row marks what one token attends to")
+    ids = lm.codec.linearise((Serial("Prices."), parts, Serial("\nSum: $180."))).tokens
+    layout = Layout(*(field[0] for field in build_layout(ids[None], lm.codec.special)))
+    names = [lm.tokenizer.decode(int(token)).replace("\n", "⏎") for token in ids]
+    return draw_visibility(layout, names, title="who sees whom")
 
 
 def main() -> None:
     """Draw all pictures."""
     engine = Engine(load_model(sys.argv[1]), max_length=512, max_batch=1)
-    for name, draw in (("lanes", draw_list), ("fields", draw_record), ("visibility", draw_mask)):
+    figures = {"lanes": draw_list(engine), "fields": draw_record(engine), "visibility": draw_mask()}
+    for name, figure in figures.items():
         file = HERE / f"{name}.svg"
-        file.write_text(svg(draw(engine)))
+        file.write_text(svg(figure))
         print(f"{file.relative_to(HERE.parent.parent)}: {file.stat().st_size // 1024} KB")
 
 

@@ -99,8 +99,6 @@ def demonstrate(lm: LanguageModel, max_length: int | None) -> None:
     """
     console = Console()
     engine = Engine(lm, max_length=max_length or MAX_LENGTH, max_batch=1)
-    with waiting("compiling, for the first time only"):
-        engine.warm_up(alone=True, checks=True)
     parts = (demonstrate_record, demonstrate_list, demonstrate_decisions)
     _print_totals(console, [part(console, engine) for part in parts])
 
@@ -191,7 +189,7 @@ def _answer_label(engine: Engine, question: str, labels: Sequence[str]) -> Resul
 
 def _measure(engine: Engine, run: Callable[[], Run]) -> tuple[Run, float]:
     """Run with an empty prefix cache, again if a program was compiled meanwhile; return the result and its seconds."""
-    with waiting("answering"):
+    with waiting("compiling and answering"):
         while True:
             engine.reset_cache()
             compiled, begun = programs_compiled(), time.perf_counter()

@@ -16,7 +16,7 @@ from matplotlib.colors import to_rgb
 
 from aspd_jax import Branch, Layout, Parallel, Serial, SpecialTokens, build_layout
 from aspd_jax.pictures import SERIAL_COLOUR, answer_html, branch_colour, page
-from docs.draw import draw_lanes, growth
+from docs.draw import Lane, draw_lanes, growth, with_headings
 from notebooks.figures import Span, draw_timeline, draw_visibility, svg
 from tests.conftest import ROOT
 from tests.helpers.answers import EXAMPLE, linearise
@@ -115,7 +115,9 @@ def test_lanes_are_the_steps_in_which_parts_grow() -> None:
     assert last is block and [lane.name for lane in lanes] == ["introduction", "1. a b c", "2. d e"]
     assert [lane.steps for lane in lanes] == [(1,), (2, 3, 4), (2, 3)]
     assert [lane.leads for lane in lanes] == [(), (2,), (2,)]
-    axes = draw_lanes("Why?", lanes, [("serial", 9)]).axes[0]
+    later = [lanes[0], lanes[1]._replace(steps=(4, 5), leads=())]
+    assert with_headings(later)[1] == Lane("headings of all items", (2, 3), (2, 3)), "steps that no part has"
+    axes = draw_lanes("Why?", lanes, 4, [("serial", 9)]).axes[0]
     bars = {(bar.get_x(), round(bar.get_y() + 0.4, 1), bar.get_width()) for bar in axes.patches}
     assert bars == {(0, 0, 1), (1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 2, 1), (0, 3.3, 9)}
     assert [*axes.get_xticks()] == [0, 4, 9], "the steps of the answer, and of serial mode"

@@ -1,0 +1,75 @@
+"""Figures of README against the records in results/, computed anew."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from statistics import median
+from typing import Any
+
+from tests.conftest import ROOT
+
+RESULTS = ROOT / "results"
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    file = RESULTS / name
+    text = gzip.decompress(file.read_bytes()).decode() if file.suffix == ".gz" else file.read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def rows(text: str, first: str) -> list[str]:
+    """Return the cells of the rows of a page whose first cell is this."""
+    return next(line.split("|")[2:-1] for line in text.splitlines() if line.startswith(f"| {first} |"))
+
+
+def fields_figures() -> dict[str, tuple[int, float, float, float]]:
+    """Return, by mode, the fields, the share of right ones, and the ratios of all steps and of all seconds."""
+    found = {}
+    totals = {}
+    for mode in ("serial", "exact", "parallel"):
+        tasks = [task for task in read("fields/qwen2.5-coder-0.5b.jsonl") if task["mode"] == mode]
+        totals[mode] = [sum(task[name] for task in tasks) for name in ("fields", "steps", "seconds")]
+        right = sum(sum(task["right"].values()) for task in tasks) / totals[mode][0]
+        steps, seconds = (serial / own for serial, own in zip(totals["serial"][1:], totals[mode][1:], strict=True))
+        found[mode] = (totals[mode][0], right, steps, seconds)
+    return found
+
+
+def test_fields() -> None:
+    text = (ROOT / "README.md").read_text()
+    for mode, (fields, right, steps, seconds) in fields_figures().items():
+        if mode == "serial":
+            continue
+        shown = rows(text, f"2 CPU cores, float32, {mode}")
+        assert f"{100 * right:.1f} %" in shown[0] and (mode == "parallel" or f"of {fields} fields" in shown[0])
+        assert f"{steps:.1f}x fewer" in shown[2] and f"in total {seconds:.2f}x" in shown[3]
+    assert "in total 1.00x" not in text, "negative control: serial mode beside itself"
+
+
+def test_lists() -> None:
+    text = (ROOT / "README.md").read_text()
+    answers = [answer["stats"] for answer in read("smollm2/leads/vicuna.jsonl")]
+    forked = [stats for stats in answers if stats["blocks"]]
+    parallel = [answer["stats"] for answer in read("qwen05/lists.jsonl.gz") if answer["mode"] == "adaptive"]
+
+    def ideal(some: list[dict[str, Any]]) -> str:
+        return f"{sum(one['content_tokens'] for one in some) / sum(one['critical_path'] for one in some):.2f}x"
+
+    assert rows(text, "answers that fork")[:2] == [f" {len(parallel)} of 29 ", f" {len(forked)} of {len(answers)} "]
+    (shown,) = (line for line in text.splitlines() if line.startswith("| ideal speed-up"))
+    assert f"| {ideal(parallel)}; 1.34x | {ideal(forked)}; {ideal(answers)} |" in shown
+    serial, adaptive = seconds("smollm2/leads/vicuna_speed.jsonl")
+    assert f" {serial / adaptive:.2f}x (2 CPU cores) " in rows(text, "realised speed-up (time) of these")
+    share = sum(one["content_tokens"] for one in forked) / sum(one["content_tokens"] for one in answers)
+    whole = 1 / (1 - share + share * adaptive / serial)
+    assert f" {whole:.2f}x, computed " in rows(text, "realised speed-up of all")
+
+
+def seconds(name: str) -> tuple[float, float]:
+    """Return the seconds of all serial and of all adaptive answers, medians of the runs of each."""
+    turns = [turn for answer in read(name) for turn in answer["turns"]]
+    serial, adaptive = (
+        sum(median(run["total"] for run in turn[runs]) for turn in turns) for runs in ("serial_runs", "runs")
+    )
+    return serial, adaptive
