@@ -85,7 +85,7 @@ def synthetic_questions(count: int, long: bool = False) -> list[Any]:
             category=f"{problem.family}, {problem.kind}",
             turns=(problem.question,),
             references=(problem.answer,),
-            exact=True,
+            compared="text",
             forks=problem.forks,
         )
         for number, problem in enumerate(held_out(count, long=long))

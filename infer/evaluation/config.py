@@ -14,7 +14,7 @@ from infer.request import PARAMETERS, Mode, SamplingParams
 MAX_LENGTH = 4096  # default of `decoding.max_length`
 
 Role = Literal["ori", "seq", "aspd"]
-Kind = Literal["chat", "synthetic", "synthetic-long"]
+Kind = Literal["chat", "numbers", "synthetic", "synthetic-long"]
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class BenchmarkSection:
 
     Attributes:
         file: JSONL file of questions; empty for the synthetic kinds.
-        kind: `chat` (FastChat's question files), `synthetic` (held-out problems of the project's tasks),
-            `synthetic-long` (those with long parts).
+        kind: `chat` (FastChat's question files), `numbers` (GSM8K's files: the last number of an answer is compared
+            with that of the reference), `synthetic` (held-out problems of the project's tasks), `synthetic-long` (those
+            with long parts).
         references: FastChat's model_answer file with reference answers for the same question ids; empty: none.
         suitable: CSV file of Skeleton-of-Thought, with `label;request` in each row: 1 if a question is suitable for
             parallel parts, else 0; empty: none.

@@ -20,7 +20,7 @@ from infer.answers.answer import Result
 from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, System
 from infer.evaluation.health import health
-from infer.evaluation.questions import Question
+from infer.evaluation.questions import Question, is_right
 from infer.offline.journal import append, read_journal
 from infer.request import Mode
 from infer.scheduling.handle import Handle
@@ -85,12 +85,11 @@ class _Conversation:
     def record(self) -> dict[str, Any]:
         question, whole = self._question, len(self._turns) == len(self._question.turns)
         last = self._turns[-1]["text"] if whole else ""
-        correct = last.strip() == question.references[-1].strip() if question.exact else None
         return {
             "question_id": question.id,
             "category": question.category,
             "turns": self._turns,
-            "correct": correct,
+            "correct": is_right(question, last),
             "forks": question.forks,
         } | ({} if self._error is None else {"error": self._error})
 

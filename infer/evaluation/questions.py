@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from aspd_jax.errors import DataError
 from aspd_jax.jsonl import read_lines
@@ -27,7 +28,8 @@ class Question:
         category: category in the report.
         turns: messages of the user.
         references: right answers, or reference answers, of the first turns; may be fewer than `turns`.
-        exact: whether the last answer is right if it equals the last reference; otherwise they are not compared.
+        compared: how the last answer is compared with the last reference: not at all, by its text, or by its last
+            number.
         temperature: temperature that the file requires; None: none.
         forks: whether the right answer has a block, or the question is suitable for one; None: unknown.
     """
@@ -36,9 +38,25 @@ class Question:
     category: str
     turns: tuple[str, ...]
     references: tuple[str, ...] = ()
-    exact: bool = False
+    compared: Literal["", "text", "number"] = ""
     temperature: float | None = None
     forks: bool | None = None
+
+
+def is_right(question: Question, answer: str) -> bool | None:
+    """Return whether the last answer to a question is right; None: it is not compared."""
+    if not question.compared:
+        return None
+    reference = question.references[-1]
+    if question.compared == "text":
+        return answer.strip() == reference.strip()
+    return _last_number(answer) == _last_number(reference)
+
+
+def _last_number(text: str) -> float | None:
+    """Return the last number of a text, without commas between its digits; None: there is none."""
+    numbers = re.findall(r"(?<![\d.])-?\d[\d,]*(?:\.\d+)?", text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Question]:
@@ -61,6 +79,10 @@ def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Quest
             question = _question(_object(record, reason), number, references)
             if question.id in questions:
                 raise DataError(f"id: expected different ids, got {question.id!r} twice")
+            if section.kind == "numbers":
+                if not question.references or _last_number(question.references[-1]) is None:
+                    raise DataError(f"answer: expected one with a number, got {question.references!r:.60}")
+                question = replace(question, compared="number")
             questions[question.id] = replace(question, forks=suitable.get(question.turns[0], question.forks))
         except DataError as error:
             left_out.append(f"{file}, line {number}: {error}")

@@ -10,7 +10,7 @@ import pytest
 
 from aspd_jax.errors import DataError
 from infer.evaluation.config import BenchmarkSection
-from infer.evaluation.questions import Question, read_questions, select_evenly
+from infer.evaluation.questions import Question, is_right, read_questions, select_evenly
 from tests.conftest import shared
 
 
@@ -106,3 +106,20 @@ def test_columns_without_a_value_hide_no_others(tmp_path: Path) -> None:
     record = {"question_id": None, "id": "x", "turns": None, "question": "q", "reference": None, "answer": "5"}
     (question,) = asked(file=written(tmp_path, record))
     assert (question.id, question.turns, question.references) == ("x", ("q",), ("5",))
+
+
+@pytest.mark.further
+def test_last_numbers_are_compared(tmp_path: Path) -> None:
+    """As GSM8K's answers end: `#### 1,018`; without a number in its answer, a question is left out."""
+    file, left_out = tmp_path / "gsm8k.jsonl", list[str]()
+    lines = [{"question": "How many?", "answer": "500 + 518 = <<500+518=1018>>1018\n#### 1,018"}, {"question": "Why?"}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (one,) = read_questions(BenchmarkSection(file=str(file), kind="numbers"), left_out)
+    assert len(left_out) == 1 and "line 2: answer: expected one with a number" in left_out[0]
+    for answer, right in (
+        ("She has 500 and 518, so $1,018.00.", True), ("It is 518 + 500 = **1018**", True), ("1018, not 1019", False),
+        ("-1018", False), ("2036-1018", True), ("Many.", False), ("", False),
+    ):  # fmt: skip
+        assert is_right(one, answer) == right, answer
+    (plain, _) = read_questions(BenchmarkSection(file=str(file)), left_out)
+    assert is_right(plain, "1018") is None
