@@ -147,8 +147,9 @@ def _first(record: dict[str, Any], *names: str, default: Any = None) -> Any:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """Return answers as texts from one text or number, or a list of them."""
+    """Return answers as texts from one text or number, or a list of them; of several equally right ones, the first."""
     values = value if isinstance(value, list) else [value]
+    values = [item[0] if isinstance(item, list) and item else item for item in values]
     if not all(isinstance(item, (str, int, float)) for item in values):
         raise DataError(f"answer: expected a text or a number, got {value!r:.60}.")
     return tuple(map(str, values))

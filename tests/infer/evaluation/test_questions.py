@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from aspd_jax.configuration import read_config
 from aspd_jax.errors import DataError
-from infer.evaluation.config import BenchmarkSection
+from infer.evaluation.config import BenchmarkSection, EvalConfig
 from infer.evaluation.questions import Question, is_right, read_questions, select_evenly
-from tests.conftest import shared
+from tests.conftest import ROOT, shared
 
 
 def written(folder: Path, *records: Any) -> str:
@@ -37,7 +38,7 @@ def test_fastchat_files(tmp_path: Path) -> None:
     references = tmp_path / "references.jsonl"
     references.write_text(json.dumps({"question_id": 81, "choices": [{"turns": ["a", "b"]}]}) + "\n")
     first, second = asked(file=file, references=str(references))
-    assert first == Question(81, "writing", ("One?", "Two?"), ("a", "b"), False, 0.7)
+    assert first == Question(81, "writing", ("One?", "Two?"), ("a", "b"), "", 0.7)
     assert second.references == ("3",)
 
 
@@ -123,3 +124,20 @@ def test_last_numbers_are_compared(tmp_path: Path) -> None:
         assert is_right(one, answer) == right, answer
     (plain, _) = read_questions(BenchmarkSection(file=str(file)), left_out)
     assert is_right(plain, "1018") is None
+
+
+@pytest.mark.further
+def test_spec_bench(tmp_path: Path) -> None:
+    """Its form: references of turns, none, or several equally right ones; three of a category are timed."""
+    records = [
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
+        {"question_id": 161, "category": "translation", "turns": ["Translate."], "reference": ["Good."]},
+        {"question_id": 561, "category": "rag", "turns": ["Who?"], "reference": [["James Ray", "George Harrison"]]},
+    ]
+    left_out: list[str] = []
+    questions = read_questions(BenchmarkSection(file=written(tmp_path, *records)), left_out)
+    assert not left_out and [one.references for one in questions] == [(), ("Good.",), ("James Ray",)]
+    bad = written(tmp_path, records[0], records[2] | {"reference": [[]]})
+    assert len(read_questions(BenchmarkSection(file=bad), left_out)) == 1 and "line 2: answer:" in left_out[0]
+    config = read_config(EvalConfig, ROOT / "configs" / "qwen05" / "spec_bench.yaml", [])
+    assert config.speed.questions == 3 * 13
