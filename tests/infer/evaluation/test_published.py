@@ -125,7 +125,7 @@ def test_calls_of_bfcl(bfcl: Path) -> None:
 
 def test_without_the_package_its_installation_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("infer.evaluation.published.find_spec", lambda name: None)
-    assert aspd.main(["bench", "fields", "--bfcl", "multiple"]) == 1
+    assert aspd.main(["bench", "fields", "--bfcl", "multiple"]) == 2
     assert "Run: pip install --no-deps bfcl-eval" in capsys.readouterr().err
 
 
@@ -187,19 +187,16 @@ def test_the_real_package() -> None:
     assert len(tasks) == 3491
 
     def value(one: Any) -> Any:
-        """Return the first possible value; objects have possible values of their own."""
+        """Return the first possible value; those of an object are lists of possible values, or plain."""
         if isinstance(one, dict):
-            return {key: value(each[0]) for key, each in one.items() if each and each[0] != ""}
+            firsts = {key: each[0] if isinstance(each, list) and each else each for key, each in one.items()}
+            return {key: value(first) for key, first in firsts.items() if first != ""}
         return [value(each) if isinstance(each, dict) else each for each in one] if isinstance(one, list) else one
 
     scored = [task for task in tasks if task.answers]
     right = 0
     for task in scored:
-        calls = [
-            {name: {key: value(each[0]) for key, each in arguments.items() if each and each[0] != ""}}
-            for answer in task.answers
-            for name, arguments in answer.items()
-        ]
+        calls = [{name: value(arguments)} for answer in task.answers for name, arguments in answer.items()]
         right += task.right({"calls": calls})["calls"]
         assert (
             not task.right({"calls": calls[1:]})["calls"] and not task.right({"calls": [*calls, *calls[:1]]})["calls"]
