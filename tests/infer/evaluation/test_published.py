@@ -14,8 +14,8 @@ import aspd
 from aspd_jax.errors import DataError, RequestError
 from infer import Engine
 from infer.evaluation.extraction import MODES, decode_task, decode_tasks, summarise_extraction
-from infer.evaluation.published import CATEGORIES, CallTask, read_calls, read_sob
-from tests.helpers.serving import Running, ask
+from infer.evaluation.published import CATEGORIES, CallTask, _json_schema, read_calls, read_sob
+from tests.helpers.serving import ask, serving
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "rows": {"type": "array"}}}
 RECORD = {
@@ -50,11 +50,12 @@ def test_records_of_sob(tmp_path: Path) -> None:
 
 
 # A miniature of the package: its files, and a checker with its signature and imports, which compares without a type.
+KIND = {"type": "dict", "required": ["good"], "properties": {"good": {"type": "any", "enum": ["pen", "cup"]}}}
 PRICE = {
     "name": "shop.price", "description": "Return a price.",
     "parameters": {
-        "type": "dict", "required": ["kind"],
-        "properties": {"kind": {"type": "any"}, "at": {"type": "tuple", "items": {"type": "float"}}},
+        "type": "dict", "required": ["kind", "new"],
+        "properties": {"kind": KIND, "new": {"type": "boolean"}},
     },
 }  # fmt: skip
 CHECKER = """
@@ -89,7 +90,7 @@ def bfcl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         entry = {"id": f"{name}_0", "question": question, "function": [PRICE]}
         (package / "data" / f"BFCL_v4_{name}.json").write_text(json.dumps(entry) + "\n")
         if name != "irrelevance":
-            answers = [{"shop.price": {"kind": ["pen", "a pen"]}}] * (1 + (name == "parallel"))
+            answers = [{"shop.price": {"kind": [{"good": "pen"}], "new": [True, ""]}}] * (1 + (name == "parallel"))
             possible = package / "data" / "possible_answer" / f"BFCL_v4_{name}.json"
             possible.write_text(json.dumps({"id": f"{name}_0", "ground_truth": answers}) + "\n")
 
@@ -105,8 +106,8 @@ def bfcl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_calls_of_bfcl(bfcl: Path) -> None:
     simple, parallel, irrelevance = read_calls(["simple_python", "parallel", "irrelevance"], "auto")
-    pen, cup = {"shop.price": {"kind": "pen"}}, {"shop.price": {"kind": "cup"}}
-    cut = {"shop.price": '{"kind": "pe'}
+    pen, cup = ({"shop.price": {"kind": {"good": good}, "new": True}} for good in ("pen", "cup"))
+    cut = {"shop.price": '{"kind": {"good": "pe'}
     for task, calls, right in (
         (simple, [pen], True), (simple, [cup], False), (simple, [], False), (simple, [cut], False),
         (parallel, [pen, pen], True), (parallel, [pen], False), (irrelevance, [], True), (irrelevance, [cut], False),
@@ -129,35 +130,39 @@ def test_without_the_package_its_installation_is_named(monkeypatch: pytest.Monke
     assert "Run: pip install --no-deps bfcl-eval" in capsys.readouterr().err
 
 
-def sent(server: Running, task: CallTask, fields: str, **more: Any) -> list[dict[str, Any]]:
-    """Return the calls that a client gets."""
-    parameters = {
-        "type": "object", "required": ["kind"],
-        "properties": {"kind": {"type": "string"}, "at": {"type": "array", "items": {"type": "number"}}},
-    }  # fmt: skip
-    tools = [{"type": "function", "function": PRICE | {"parameters": parameters}}]
-    body = ask(
-        messages=task.messages,
-        tools=tools,
-        temperature=0,
-        max_tokens=80,
-        extra_body={"aspd": {"fields": fields}},
-        **more,
-    )
-    calls = server.client().chat.completions.create(**body).choices[0].message.tool_calls or []
-    return [{call.function.name: call.function.arguments} for call in calls if call.type == "function"]
-
-
 @pytest.mark.further
 @pytest.mark.parametrize("choice", ["required", "auto"])
-def test_requests_are_those_of_a_client(bfcl: Path, server: Running, demo_engine: Engine, choice: Any) -> None:
+def test_requests_are_those_of_a_client(bfcl: Path, demo_engine: Engine, choice: Any) -> None:
+    """The same calls come over HTTP, from a request with the types of JSON schema."""
     (task,) = read_calls(["simple_python"], choice)
+    ours = {mode: decode_task(demo_engine, task, mode, 300).values["calls"] for mode in task.modes}
+    good = {"type": "string", "enum": ["pen", "cup"]}
+    kind = {"type": "object", "required": ["good"], "properties": {"good": good}}
+    parameters = {
+        "type": "object",
+        "required": ["kind", "new"],
+        "properties": {"kind": kind, "new": {"type": "boolean"}},
+    }
+    tools = [{"type": "function", "function": PRICE | {"parameters": parameters}}]
     more = {"tool_choice": choice} | ({"parallel_tool_calls": False} if choice == "required" else {})
-    for mode in task.modes:
-        theirs = sent(server, task, mode, **more)
-        calls = decode_task(demo_engine, task, mode, 80).values["calls"]
-        assert [{name: json.loads(text) for name, text in call.items()} for call in theirs] == calls
-        assert len(calls) == (choice == "required"), "the small model calls what it has to"
+    with serving(demo_engine) as server:
+        for mode, calls in ours.items():
+            body = ask(messages=task.messages, tools=tools, temperature=0, max_tokens=300, **more)
+            body |= {"extra_body": {"aspd": {"fields": mode, "mode": "serial"}}}
+            message = server.client().chat.completions.create(**body).choices[0].message
+            theirs = [call.function for call in message.tool_calls or () if call.type == "function"]
+            assert [{call.name: json.loads(call.arguments)} for call in theirs] == calls
+            assert len(calls) == 1 or choice == "auto"
+    assert list(ours) == (["serial"] if choice == "auto" else list(MODES))
+    assert choice == "auto" or ours["serial"] == ours["exact"]
+
+
+def test_types_of_bfcl_are_those_of_json_schema() -> None:
+    floats = {"type": "tuple", "items": {"type": "float", "description": "any"}}
+    schema = {"type": "dict", "properties": {"type": {"type": "any"}, "at": floats, "plain": {"type": "integer"}}}
+    numbers = {"type": "array", "items": {"type": "number", "description": "any"}}
+    properties = {"type": {"type": "string"}, "at": numbers, "plain": {"type": "integer"}}
+    assert _json_schema(schema) == {"type": "object", "properties": properties}
 
 
 @pytest.mark.further
