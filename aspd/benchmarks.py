@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -16,6 +18,7 @@ from aspd.options import (
     dtype_option,
     layer_options,
     positive,
+    print_left_out,
     shape_options,
     where,
 )
@@ -69,13 +72,22 @@ def add(commands: Any) -> None:
     fields.add_argument("--model", default="smollm2", metavar="MODEL", help="checkpoint")
     fields.add_argument("--adapter", metavar="DIR", help="folder of an adapter for --model")
     dtype_option(fields)
-    fields.add_argument(
+    read = fields.add_mutually_exclusive_group()
+    read.add_argument(
         "--input", type=Path, metavar="FILE",
         help='JSONL file of {"text", "schema", "gold"} records; default: the included texts and tool calls',
     )  # fmt: skip
+    read.add_argument("--sob", type=Path, metavar="FILE", help="JSONL file of records of SOB")
+    read.add_argument(
+        "--bfcl", nargs="+", metavar="CATEGORY", help="categories of BFCL, whose package bfcl-eval has the data"
+    )
+    fields.add_argument(
+        "--tool-choice", choices=("auto", "required"), default="auto", help="tool_choice of the requests of --bfcl"
+    )
     fields.add_argument("--limit", type=int, metavar="N", help="maximum tasks, spread over all; default: all")
     draft_options(fields)
     fields.add_argument("--max-new-tokens", type=int, default=400, help="maximum tokens of an answer")
+    fields.add_argument("--max-length", type=int, default=1024, help="maximum tokens of a prompt and its answer")
     fields.add_argument("--output", type=Path, metavar="FILE", help="JSONL file of the answers, and a table beside it")
 
 
@@ -165,17 +177,22 @@ def run_bench_fields(options: argparse.Namespace) -> None:
     from aspd_jax.progress import waiting
     from infer import Engine
     from infer.evaluation.extraction import (
-        MODES,
+        AnyTask,
         decode_task,
         decode_tasks,
         extraction_table,
         read_tasks,
         summarise_extraction,
     )
+    from infer.evaluation.published import read_calls, read_sob
     from infer.offline.journal import read_answers
 
-    positive(options, "max_new_tokens", "draft_tokens")
-    tasks = read_tasks(options.input)
+    positive(options, "max_new_tokens", "max_length", "draft_tokens")
+    tasks: Sequence[AnyTask]
+    if options.bfcl:
+        tasks = read_calls(options.bfcl, options.tool_choice)
+    else:
+        tasks = read_sob(options.sob) if options.sob else read_tasks(options.input)
     if options.limit is not None:
         positive(options, "limit")
         count = min(options.limit, len(tasks))
@@ -189,7 +206,7 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         lm = load_model(options.model, options.dtype, adapter=options.adapter)
     engine = Engine(
         lm,
-        max_length=min(1024, lm.context_length),
+        max_length=min(options.max_length, lm.context_length),
         max_batch=1,
         drafts=options.drafts,
         draft_tokens=options.draft_tokens,
@@ -198,14 +215,17 @@ def run_bench_fields(options: argparse.Namespace) -> None:
     with waiting("compiling before the first timed task"):
         engine.warm_up(alone=True, checks=True)
         for task in tasks[:2]:  # compile what warm-up does not
-            for mode in MODES:
-                decode_task(engine, task, mode, options.max_new_tokens)
-    decoded = decode_tasks(engine, tasks, options.max_new_tokens, journal, settings)
+            for mode in task.modes:
+                with suppress(RequestError):  # `decode_tasks` reports it
+                    decode_task(engine, task, mode, options.max_new_tokens)
+    left_out: list[str] = []
+    decoded = decode_tasks(engine, tasks, options.max_new_tokens, journal, settings, left_out)
+    print_left_out(left_out)
     rows = summarise_extraction(decoded)
     drafts = (
         "" if options.drafts == "none" else f"{options.draft_tokens} draft tokens in every step ({options.drafts}), "
     )
-    title = f"{options.model}, {options.dtype}, greedy, batch 1, {drafts}{len(tasks)} tasks; {where()}"
+    title = f"{options.model}, {options.dtype}, greedy, batch 1, {drafts}{len(tasks) - len(left_out)} tasks; {where()}"
     table = f"{title}\n\n{extraction_table(rows)}\n"
     print(table)
     if options.output is not None:

@@ -14,6 +14,7 @@ from infer.request import PARAMETERS, Mode, SamplingParams
 MAX_LENGTH = 4096  # default of `decoding.max_length`
 
 Role = Literal["ori", "seq", "aspd"]
+Kind = Literal["chat", "numbers"]
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,19 @@ class BenchmarkSection:
 
     Attributes:
         file: JSONL file of questions, FastChat's form.
+        kind: `chat`, or `numbers`: the last number of an answer is compared with that of the reference (GSM8K's files).
         suitable: CSV file of Skeleton-of-Thought, with `label;request` in each row: 1 if a question is suitable for
             parallel parts, else 0; empty: none.
         limit: maximum number of questions, spread evenly over the categories; 0: all.
     """
 
     file: str = ""
+    kind: Kind = "chat"
     suitable: str = ""
     limit: int = 0
 
     def __post_init__(self) -> None:
+        check_choice("benchmarks.*.kind", self.kind, Kind)
         at_least("benchmarks.*.limit", self.limit, 0)
         if not self.file:
             raise ConfigError("benchmarks.*.file: expected a file of questions, got none")

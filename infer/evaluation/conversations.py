@@ -22,7 +22,7 @@ from infer.decisions import Asked, Decision
 from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, System
 from infer.evaluation.health import health
-from infer.evaluation.questions import Question
+from infer.evaluation.questions import Question, last_number
 from infer.offline.journal import append, read_journal
 from infer.request import Mode
 from infer.scheduling.handle import Handle
@@ -94,18 +94,20 @@ class _Conversation:
         return self.over
 
     def record(self) -> dict[str, Any]:
-        question = self._question
-        decided: dict[str, Any] = {}
+        question, graded = self._question, dict[str, Any]()
         if self._decision is not None:
             correct = question.options[self._decision.best] == question.right
-            decided = {"probabilities": self._decision.probabilities, "correct": correct}
+            graded = {"probabilities": self._decision.probabilities, "correct": correct}
+        elif question.right:
+            whole = len(self._turns) == len(question.turns)
+            graded = {"correct": whole and last_number(self._turns[-1]["text"]) == last_number(question.right)}
         record = {
             "question_id": question.id,
             "category": question.category,
             "turns": self._turns,
             "forks": question.forks,
         }
-        return decided | record | ({} if self._error is None else {"error": self._error})
+        return graded | record | ({} if self._error is None else {"error": self._error})
 
     def _ask(self) -> None:
         self._messages.append({"role": "user", "content": self._question.turns[len(self._turns)]})

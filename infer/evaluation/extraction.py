@@ -8,16 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
-from aspd_jax.errors import DataError
+from aspd_jax.errors import DataError, RequestError
 from aspd_jax.jsonl import read_lines
 from aspd_jax.progress import Bar
-from infer.answers.answer import Result
 from infer.engine import Engine
 from infer.evaluation.intervals import difference, interval
 from infer.offline.journal import append, open_journal, read_answers
@@ -25,6 +24,34 @@ from infer.request import Fields, SamplingParams
 
 INCLUDED = ("field_texts.jsonl", "tool_requests.jsonl")
 MODES: tuple[Fields, ...] = ("serial", "exact", "parallel")
+
+
+class AnyTask(Protocol):
+    """A task of a benchmark.
+
+    Attributes:
+        id: identifier.
+        groups: groups of the report that the task belongs to, beside all tasks.
+        modes: how its fields are decoded; serial mode is the first.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def groups(self) -> Sequence[str]: ...
+    @property
+    def modes(self) -> Sequence[Fields]: ...
+
+    def request(self, engine: Engine, params: SamplingParams, mode: Fields) -> tuple[Any, SamplingParams]:
+        """Return the prompt and the sampling parameters in a mode."""
+
+    def read(self, engine: Engine, text: str) -> dict[str, Any]:
+        """Return the values of an answer by field; empty if it has none."""
+
+    def right(self, values: Mapping[str, Any]) -> dict[str, bool]:
+        """Return whether each field has the right value."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +83,37 @@ class Task:
             )
         return f"Read the text and write one JSON object with these fields: {fields}.\n\nText: {self.text}"
 
+    @property
+    def groups(self) -> Sequence[str]:
+        """See `AnyTask`."""
+        if self.function:
+            return ("tool calls",)
+        count = len(self.gold)
+        return "texts", "4 to 6 fields" if count < 7 else "7 to 9 fields" if count < 10 else "10 to 16 fields"
+
+    @property
+    def modes(self) -> Sequence[Fields]:
+        """See `AnyTask`."""
+        return MODES
+
+    def request(self, engine: Engine, params: SamplingParams, mode: Fields) -> tuple[Any, SamplingParams]:
+        """See `AnyTask`."""
+        prompt: Any = self.prompt
+        if getattr(engine.lm.tokenizer, "chat_template", None):
+            prompt = [{"role": "user", "content": prompt}]
+        return prompt, replace(params, json_schema=self.schema, fields=mode)
+
+    def read(self, engine: Engine, text: str) -> dict[str, Any]:
+        """See `AnyTask`."""
+        try:
+            return dict(json.loads(text))
+        except ValueError:
+            return {}
+
+    def right(self, values: Mapping[str, Any]) -> dict[str, bool]:
+        """See `AnyTask`."""
+        return {name: name in values and equal(values[name], gold) for name, gold in self.gold.items()}
+
 
 def _hint(schema: Any) -> str:
     """Return the description of a field for the prompt."""
@@ -81,6 +139,7 @@ class Decoded:
         decoding_seconds: wall time after prefill.
         token_ids: tokens of the answer.
         drafted_fields: number of fields that were drafted (`Statistics`).
+        groups: see `AnyTask`.
     """
 
     id: str
@@ -93,6 +152,7 @@ class Decoded:
     decoding_seconds: float
     token_ids: Sequence[int]
     drafted_fields: int = 0
+    groups: Sequence[str] = ()
 
 
 def read_tasks(file: Path | None) -> list[Task]:
@@ -127,22 +187,36 @@ def _read(file: Path) -> Iterator[Task]:
         yield Task(identifier, record["text"], schema, gold, function or {})
 
 
-def decode_task(engine: Engine, task: Task, mode: Fields, max_new_tokens: int) -> Decoded:
-    """Decode a task greedily, without anything of its prompt in the cache."""
+def decode_task(engine: Engine, task: AnyTask, mode: Fields, max_new_tokens: int) -> Decoded:
+    """Decode a task greedily, without anything of its prompt in the cache, and compare its values with the right ones.
+
+    Raises:
+        RequestError: the engine refuses the request; the message names the task.
+    """
     engine.reset_cache()
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens, json_schema=task.schema, fields=mode, repetition_penalty=1.0, seed=0
-    )
-    prompt: Any = task.prompt
-    if getattr(engine.lm.tokenizer, "chat_template", None):
-        prompt = [{"role": "user", "content": prompt}]
-    return score(task, mode, engine.generate([prompt], params, "serial")[0])
+    params = SamplingParams(max_new_tokens=max_new_tokens, repetition_penalty=1.0, seed=0)
+    try:
+        prompt, params = task.request(engine, params, mode)
+        result = engine.generate([prompt], params, "serial")[0]
+    except RequestError as error:
+        raise RequestError(f"task {task.id}: {error}") from None
+    values = task.read(engine, result.text)
+    right, seconds = task.right(values), result.stats.seconds
+    after = seconds["total"] - seconds["first_token"]
+    stats = result.stats
+    measured = (stats.steps, seconds["total"], after, result.token_ids, stats.drafted_fields)
+    return Decoded(task.id, mode, len(right), values, right, *measured, groups=list(task.groups))
 
 
 def decode_tasks(
-    engine: Engine, tasks: Sequence[Task], max_new_tokens: int, journal: Path | None, settings: dict[str, Any]
+    engine: Engine,
+    tasks: Sequence[AnyTask],
+    max_new_tokens: int,
+    journal: Path | None,
+    settings: dict[str, Any],
+    left_out: list[str],
 ) -> list[Decoded]:
-    """Decode tasks in all modes, those that a journal holds excepted.
+    """Decode tasks in all their modes, those that a journal holds excepted.
 
     Args:
         engine: the engine.
@@ -150,33 +224,30 @@ def decode_tasks(
         max_new_tokens: maximum tokens of an answer.
         journal: file to which finished tasks are appended; None: nothing is kept.
         settings: what the answers depend on.
+        left_out: list to which an error is appended for each task that the engine refuses, such as one whose schema
+            has no value; these are not decoded.
 
     Raises:
-        RequestError: the journal was written with other settings.
+        RequestError: the journal was written with other settings, or all tasks are refused.
     """
-    done = {record["task"]: record["modes"] for record in read_answers(journal, settings)} if journal else {}
+    done = {record["task"]: record for record in read_answers(journal, settings)} if journal else {}
     todo = [number for number in range(len(tasks)) if number not in done]
     with open_journal(journal, settings) if journal else nullcontext() as log:
         for number in Bar(todo, total=len(tasks), initial=len(tasks) - len(todo), unit="task"):
-            done[number] = [asdict(decode_task(engine, tasks[number], mode, max_new_tokens)) for mode in MODES]
+            task = tasks[number]
+            record: dict[str, Any] = {"task": number}
+            try:
+                record["modes"] = [asdict(decode_task(engine, task, mode, max_new_tokens)) for mode in task.modes]
+            except RequestError as error:
+                record |= {"modes": [], "refused": str(error)}
+            done[number] = record
             if log:
-                append(log, {"task": number, "modes": done[number]})
-    return [Decoded(**one) for number in range(len(tasks)) for one in done[number]]
-
-
-def score(task: Task, mode: str, result: Result) -> Decoded:
-    """Compare the values of an answer with the right ones."""
-    try:
-        values = json.loads(result.text)
-    except ValueError:
-        values = {}
-    right = {name: name in values and equal(values[name], gold) for name, gold in task.gold.items()}
-    seconds = result.stats.seconds
-    after = seconds["total"] - seconds["first_token"]
-    stats, tokens = result.stats, result.token_ids
-    return Decoded(
-        task.id, mode, len(task.gold), values, right, stats.steps, seconds["total"], after, tokens, stats.drafted_fields
-    )
+                append(log, record)
+    records = [done[number] for number in range(len(tasks))]
+    left_out += [record["refused"] for record in records if not record["modes"]]
+    if len(left_out) == len(tasks):
+        raise RequestError(f"expected tasks that the engine can decode, got none; first error: {left_out[0]}")
+    return [Decoded(**one) for record in records for one in record["modes"]]
 
 
 def equal(value: Any, gold: Any) -> bool:
@@ -202,24 +273,23 @@ def _normal(value: Any) -> Any:
 
 
 def summarise_extraction(decoded: Sequence[Decoded]) -> list[dict[str, Any]]:
-    """Return a row for each kind of task and mode: correctness, agreement with serial mode, steps and seconds.
+    """Return a row for each group of tasks and mode: correctness, agreement with serial mode, steps and seconds.
+
+    A mode in which some tasks of a group were not decoded has no row.
 
     Args:
-        decoded: tasks, each in all modes one after the other, the first of which is serial mode.
+        decoded: tasks, each in its modes one after the other, the first of which is serial mode.
     """
-    tasks = [list(group) for _, group in groupby(decoded, key=lambda one: one.id)]
-    groups: dict[str, list[list[Decoded]]] = {"all": tasks}
+    tasks = [{one.mode: one for one in modes} for _, modes in groupby(decoded, key=lambda one: one.id)]
+    groups: dict[str, list[dict[str, Decoded]]] = {"all": tasks}
     for task in tasks:
-        kind = "tool calls" if task[0].id.startswith("tool-") else "texts"
-        groups.setdefault(kind, []).append(task)
-        if kind == "texts":
-            fields = task[0].fields
-            size = "4 to 6 fields" if fields < 7 else "7 to 9 fields" if fields < 10 else "10 to 16 fields"
-            groups.setdefault(size, []).append(task)
+        for name in task["serial"].groups:
+            groups.setdefault(name, []).append(task)
     return [
-        _row(name, [(task[0], task[n]) for task in group])
+        _row(name, [(task["serial"], task[mode]) for task in group])
         for name, group in groups.items()
-        for n in range(len(group[0]))
+        for mode in MODES
+        if all(mode in task for task in group)
     ]
 
 

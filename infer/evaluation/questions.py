@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any
 from aspd_jax.errors import DataError
 from aspd_jax.jsonl import read_lines
 from aspd_jax.record_fields import ANSWERS, CHOICES, check_record
-from infer.evaluation.config import BenchmarkSection
+from infer.evaluation.config import BenchmarkSection, Kind
 
 READ = ("turns", "question", "problem", "prompt", "required_temperature", "reference", *ANSWERS, *CHOICES)
 
@@ -30,7 +31,7 @@ class Question:
         temperature: temperature that the file requires; None: none.
         forks: whether the question is suitable for an answer with a block; None: unknown.
         options: options of a multiple-choice question; empty: the answer is text.
-        right: the right option.
+        right: the right option, or an answer whose last number is right; empty: answers are not compared.
     """
 
     id: str | int
@@ -40,6 +41,12 @@ class Question:
     forks: bool | None = None
     options: tuple[str, ...] = ()
     right: str = ""
+
+
+def last_number(text: str) -> float | None:
+    """Return the last number of a text, without commas between its digits; None: there is none."""
+    numbers = re.findall(r"(?<![\d.])-?\d[\d,]*(?:\.\d+)?", text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Question]:
@@ -58,7 +65,7 @@ def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Quest
     before = len(left_out)
     for number, record, reason in read_lines(file):
         try:
-            question = _question(_object(record, reason), number)
+            question = _question(_object(record, reason), number, section.kind)
             if question.id in questions:
                 raise DataError(f"id: expected different ids, got {question.id!r} twice")
             questions[question.id] = replace(question, forks=suitable.get(question.turns[0], question.forks))
@@ -119,13 +126,20 @@ def select_evenly(questions: Iterable[Question], limit: int) -> list[Question]:
     return [candidates[place] for place in sorted(place for _, _, place in in_turn[:limit])]
 
 
-def _question(record: dict[str, Any], number: int) -> Question:
+def _question(record: dict[str, Any], number: int, kind: Kind) -> Question:
     id = _first(record, "question_id", "id", "unique_id", default=number)
     if not isinstance(id, (str, int)):
         raise DataError(f'"question_id": expected a string or a number, got {id!r:.60}.')
     turns = _turns(record)
     check_record(record, READ, turns)
-    options = _options(record, turns)
+    options, right = _options(record, turns), ""
+    answer = _first(record, "answer", "reference", "solution")
+    if options:
+        right = _option(answer, options)
+    elif kind == "numbers":
+        right = str(answer)
+        if last_number(right) is None:
+            raise DataError(f"answer: expected one with a number, got {answer!r:.60}")
     temperature = record.get("required_temperature")
     if temperature is not None and not (isinstance(temperature, (int, float)) and 0 <= temperature < inf):
         raise DataError(f'"required_temperature": expected a number from 0, got {temperature!r:.60}.')
@@ -133,7 +147,7 @@ def _question(record: dict[str, Any], number: int) -> Question:
         id=id,
         category=str(record.get("category") or record.get("subject") or "all"),
         turns=turns,
-        right=_option(_first(record, "answer", "reference", "solution"), options) if options else "",
+        right=right,
         temperature=temperature,
         options=options,
     )

@@ -22,7 +22,7 @@ from infer.scheduling.buckets import PROMPT_BESIDE, Buckets
 # Sampled tokens of a JSON value, steps of a block of them, and passes that check a draft (docs/when_it_pays.md).
 VALUE_TOKENS, BLOCK_STEPS, CHECKS = 5, 12, 2
 REPEATS = 5
-TIMED_TOKENS = (1, 4, 16)  # tokens per row of the timed steps
+TIMED_TOKENS = (1, 4, 16)  # tokens per row of the timed steps, beside steps of `PROMPT_BESIDE` tokens in all
 
 
 class Sample(NamedTuple):
@@ -96,7 +96,7 @@ def measure_cost(
     for slots in sorted({min(counts), max(counts)}):
         equal = [bucket for bucket in buckets_of_all if bucket.slots == slots]
         largest = max(bucket.tokens for bucket in equal)
-        targets = [min(tokens * rows, largest) for tokens in TIMED_TOKENS]
+        targets = [PROMPT_BESIDE, *(min(tokens * rows, largest) for tokens in TIMED_TOKENS)]
         sizes = {min(bucket.tokens for bucket in equal if bucket.tokens >= tokens) for tokens in targets}
         for tokens in sorted(sizes):
             bucket = min((bucket for bucket in equal if bucket.tokens == tokens), key=lambda bucket: bucket.max_per_row)

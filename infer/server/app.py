@@ -330,16 +330,11 @@ class _Server:
     def _params(self, body: Common, choice: int, calls: ToolCalls | None) -> SamplingParams:
         params = body.params(self._config, choice)
         if calls is not None:
-            params = replace(params, json_schema=None, fields="serial")
             fields = body.aspd.fields or self._config.fields
-            if fields == "parallel" and calls.template is not None:
-                if body.stream and body.aspd.stream == "branches":  # a call is read in its order
-                    raise RequestError("aspd.stream: expected text for arguments in parallel, got branches")
-                return replace(params, template=calls.template)
-            params = replace(params, grammar=calls.grammar, end_at_repeat=calls.repeats)
-            if fields == "exact" and calls.template is not None:
-                return replace(params, fields=fields, template=calls.template)
-            return params
+            in_branches = body.stream and body.aspd.stream == "branches"
+            if fields == "parallel" and in_branches and calls.template is not None:  # a call is read in its order
+                raise RequestError("aspd.stream: expected text for arguments in parallel, got branches")
+            return calls.params(params, fields)
         if body.aspd.content is None:
             return params
         lm = self._engine.lm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from aspd_jax.tokens import TextCodec
 from aspd_jax.tool_format import ID, ToolFormat
 from infer.answers.stop import canonical
 from infer.control.schemas import json_rule
+from infer.request import Fields, SamplingParams
 
 ID_CHARACTERS, MAX_ID = "A-Za-z0-9_-", 64  # pattern of call ids in the model's text; responses have other ids
 # White space after a call, and inside of bare calls. With more, a small model may never stop repeating it.
@@ -184,6 +185,20 @@ class ToolCalls:
     def reader(self) -> CallReader:
         """Return a reader of one answer."""
         return CallReader(self.text)
+
+    def params(self, params: SamplingParams, fields: Fields) -> SamplingParams:
+        """Return the sampling parameters of an answer.
+
+        Args:
+            params: parameters of the request.
+            fields: how arguments are decoded; serially, if they are not divisible (`template`).
+        """
+        params = replace(params, json_schema=None, fields="serial")
+        template = None if fields == "serial" else self.template
+        if fields == "parallel" and template is not None:
+            return replace(params, template=template)
+        params = replace(params, grammar=self.grammar, end_at_repeat=self.repeats)
+        return params if template is None else replace(params, fields=fields, template=template)
 
     @cached_property
     def grammar(self) -> str:

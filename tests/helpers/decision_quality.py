@@ -24,7 +24,7 @@ import numpy as np
 from infer.decisions import MAX_ORDERS, Option, Question, decide, read_labels
 from infer.evaluation.intervals import interval
 
-LEAST = 10  # questions of a type in the table
+LEAST = 5  # questions of a type in the table
 TYPES = {"noul": "predicates", "choice": "choices", "score": "scores"}
 
 

@@ -150,13 +150,13 @@ def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(infer.evaluation.extraction, "decode_task", decode)
     engine: Any = None
     with pytest.raises(KeyboardInterrupt):
-        decode_tasks(engine, tasks, 9, journal, {"model": "a"})
+        decode_tasks(engine, tasks, 9, journal, {"model": "a"}, [])
     journal.write_bytes(journal.read_bytes()[:-20])  # cut as by a kill
     with pytest.raises(RequestError, match="the same model"):
-        decode_tasks(engine, tasks, 9, journal, {"model": "b"})
+        decode_tasks(engine, tasks, 9, journal, {"model": "b"}, [])
     first = asked.copy()
     asked.clear()
-    decoded = decode_tasks(engine, tasks[:2], 9, journal, {"model": "a"})
+    decoded = decode_tasks(engine, tasks[:2], 9, journal, {"model": "a"}, [])
     assert first == [(task.id, mode) for task in tasks[:3] for mode in MODES][:8]
     assert asked == [(tasks[1].id, mode) for mode in MODES], "the task whose record was cut, and no other"
     assert [(one.id, one.mode) for one in decoded] == [(task.id, mode) for task in tasks[:2] for mode in MODES]

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from aspd_jax.configuration import read_config
 from aspd_jax.errors import DataError
-from infer.evaluation.config import BenchmarkSection
-from infer.evaluation.questions import Question, read_questions, select_evenly
-from tests.conftest import shared
+from infer.evaluation.config import BenchmarkSection, EvalConfig
+from infer.evaluation.questions import Question, last_number, read_questions, select_evenly
+from tests.conftest import ROOT, shared
 
 
 def written(folder: Path, *records: Any) -> str:
@@ -112,3 +113,32 @@ def test_columns_without_a_value_hide_no_others(tmp_path: Path) -> None:
     record = {"question_id": None, "id": "x", "turns": None, "question": "q", "reference": None, "answer": "5"}
     (question,) = asked(file=written(tmp_path, record))
     assert (question.id, question.turns) == ("x", ("q",))
+
+
+@pytest.mark.further
+def test_last_numbers_are_compared(tmp_path: Path) -> None:
+    """As GSM8K's answers end: `#### 1,018`; without a number in its answer, a question is left out."""
+    lines = [{"question": "How many?", "answer": "500 + 518 = <<500+518=1018>>1018\n#### 1,018"}, {"question": "Why?"}]
+    left_out: list[str] = []
+    (one,) = read_questions(BenchmarkSection(file=written(tmp_path, *lines), kind="numbers"), left_out)
+    assert len(left_out) == 1 and "line 2: answer: expected one with a number" in left_out[0]
+    for answer, right in (
+        ("She has 500 and 518, so $1,018.00.", True), ("It is 518 + 500 = **1018**", True), ("1018, not 1019", False),
+        ("-1018", False), ("2036-1018", True), ("Many.", False), ("", False),
+    ):  # fmt: skip
+        assert (last_number(answer) == last_number(one.right)) == right, answer
+    assert not read_questions(BenchmarkSection(file=written(tmp_path, *lines)), left_out)[0].right
+
+
+@pytest.mark.further
+def test_spec_bench(tmp_path: Path) -> None:
+    """Its form: references of turns, none, or several equally right ones; three of a category are timed."""
+    records = [
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
+        {"question_id": 161, "category": "translation", "turns": ["Translate."], "reference": ["Good."]},
+        {"question_id": 561, "category": "rag", "turns": ["Who?"], "reference": [["James Ray", "George Harrison"]]},
+    ]
+    left_out: list[str] = []
+    assert len(read_questions(BenchmarkSection(file=written(tmp_path, *records)), left_out)) == 3 and not left_out
+    config = read_config(EvalConfig, ROOT / "configs" / "qwen05" / "spec_bench.yaml", [])
+    assert config.speed.questions == 3 * 13
