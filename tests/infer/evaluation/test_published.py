@@ -50,7 +50,10 @@ def test_records_of_sob(tmp_path: Path) -> None:
 
 
 # A miniature of the package: its files, and a checker with its signature and imports, which compares without a type.
-KIND = {"type": "dict", "required": ["good"], "properties": {"good": {"type": "any", "enum": ["pen", "cup"]}}}
+KIND = {
+    "type": "dict", "required": ["good"], "properties": {"good": {"type": "any", "enum": ["pen", "cup"]}},
+    "additionalProperties": False,
+}  # fmt: skip
 PRICE = {
     "name": "shop.price", "description": "Return a price.",
     "parameters": {
@@ -137,7 +140,7 @@ def test_requests_are_those_of_a_client(bfcl: Path, demo_engine: Engine, choice:
     (task,) = read_calls(["simple_python"], choice)
     ours = {mode: decode_task(demo_engine, task, mode, 300).values["calls"] for mode in task.modes}
     good = {"type": "string", "enum": ["pen", "cup"]}
-    kind = {"type": "object", "required": ["good"], "properties": {"good": good}}
+    kind = KIND | {"type": "object", "properties": {"good": good}}
     parameters = {
         "type": "object",
         "required": ["kind", "new"],
