@@ -13,6 +13,7 @@ import pytest
 import aspd
 from aspd_jax.errors import DataError, RequestError
 from infer import Engine
+from infer.evaluation import published
 from infer.evaluation.extraction import MODES, decode_task, decode_tasks, summarise_extraction
 from infer.evaluation.published import CATEGORIES, CallTask, _json_schema, read_calls, read_sob
 from tests.helpers.serving import ask, serving
@@ -154,7 +155,7 @@ def test_requests_are_those_of_a_client(bfcl: Path, demo_engine: Engine, choice:
             body |= {"extra_body": {"aspd": {"fields": mode, "mode": "serial"}}}
             message = server.client().chat.completions.create(**body).choices[0].message
             theirs = [call.function for call in message.tool_calls or () if call.type == "function"]
-            assert [{call.name: json.loads(call.arguments)} for call in theirs] == calls
+            assert [{call.name: published._object(call.arguments)} for call in theirs] == calls
             assert len(calls) == 1 or choice == "auto"
     assert list(ours) == (["serial"] if choice == "auto" else list(MODES))
     assert choice == "auto" or ours["serial"] == ours["exact"]
