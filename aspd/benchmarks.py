@@ -174,6 +174,7 @@ def run_bench_decisions(options: argparse.Namespace) -> None:
 def run_bench_fields(options: argparse.Namespace) -> None:
     """Run `aspd bench fields`."""
     from aspd_jax import load_model
+    from aspd_jax.journal import resume
     from aspd_jax.progress import waiting
     from infer import Engine
     from infer.evaluation.extraction import (
@@ -185,7 +186,6 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         summarise_extraction,
     )
     from infer.evaluation.published import read_calls, read_sob
-    from infer.offline.journal import read_answers
 
     positive(options, "max_new_tokens", "max_length", "draft_tokens")
     tasks: Sequence[AnyTask]
@@ -201,7 +201,7 @@ def run_bench_fields(options: argparse.Namespace) -> None:
     settings = {name: str(getattr(options, name)) for name in names} | {"tasks": [asdict(task) for task in tasks]}
     journal = options.output and options.output.with_name(f"{options.output.name}.journal")
     if journal is not None:
-        read_answers(journal, settings)
+        resume(journal, settings)  # refuses other settings before the model is loaded
     with waiting(f"loading {options.model}"):
         lm = load_model(options.model, options.dtype, adapter=options.adapter)
     engine = Engine(

@@ -22,20 +22,14 @@ REFUSALS = (
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
 )
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Patterns of these errors in messages of Rust and C++ libraries (safetensors, TensorStore), NumPy and SQLite.
+# Patterns of these errors in messages of Rust and C++ libraries (safetensors, TensorStore) and NumPy.
 NUMBERED = re.compile(r"\bos[ _]error(?: |_code=')(\d+)", re.IGNORECASE)
 SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")
-SQLITE = {
-    "database or disk is full": errno.ENOSPC,
-    "disk I/O error": errno.EIO,
-    "attempt to write a readonly database": errno.EACCES,
-    "unable to open database file": errno.EACCES,
-}
 
 
 def refusal(error: BaseException) -> int | None:
     """Return the number (`errno`) of a failure to write, or None for any other error."""
-    number = error.errno if isinstance(error, OSError) else SQLITE.get(str(error))
+    number = error.errno if isinstance(error, OSError) else None
     if number is None and (found := NUMBERED.search(str(error))):
         number = int(found[1])
     if number is None and SHORT_WRITE.search(str(error)):

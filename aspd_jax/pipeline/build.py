@@ -1,21 +1,29 @@
-"""Run the pipeline over a source of records (protocol, section 7)."""
+"""Run the pipeline over a source of records (protocol, section 7).
+
+Entries of finished records are appended to a journal in the output folder, from which a killed run resumes; the results
+are written when all have ended.
+"""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from hashlib import sha256
+from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO
+from typing import Any
 
-from aspd_jax.files import writing
+from aspd_jax import __version__
+from aspd_jax.files import exclusive, writing
+from aspd_jax.journal import append, open_journal, resume
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.data_report import Report
 from aspd_jax.pipeline.entries import Entry, entry_of
 from aspd_jax.pipeline.sets import Survey, write
 from aspd_jax.pipeline.work import WHOLE, Shard, Work
-from aspd_jax.progress import Bar
+from aspd_jax.progress import Bar, waiting
+
+CHUNK = 256  # records that the journal makes durable at once; a killed run repeats fewer than these
 
 
 def build(config: DataConfig, source: str, output: Path, shard: Shard = WHOLE, progress: bool = True) -> Report:
@@ -24,7 +32,7 @@ def build(config: DataConfig, source: str, output: Path, shard: Shard = WHOLE, p
     Args:
         config: configuration of the pipeline.
         source: path or name of the records, see `read_records`.
-        output: folder of the results.
+        output: folder of the results, and of the journal until they are written.
         shard: part of the records to process.
         progress: whether to show progress bars.
 
@@ -32,35 +40,47 @@ def build(config: DataConfig, source: str, output: Path, shard: Shard = WHOLE, p
         The report of the run.
 
     Raises:
-        AspdError: the source cannot be read, or a setting is not valid.
+        AspdError: the source cannot be read, a setting is not valid, or the journal belongs to a run with other
+            settings or another source.
     """
-    with ExitStack() as stack:
-        work = Work(config, source, shard)
-        with writing(output):
-            output.mkdir(parents=True, exist_ok=True)
-            spool = stack.enter_context(TemporaryFile(dir=output))  # has no name, and goes with the process
-        survey = _process(work, output, spool, progress)
-        return write(work, output, Report(), survey, _entries(spool))
+    work = Work(config, source, shard)
+    journal = output / shard.name("entries", ".journal")
+    with writing(output), exclusive(journal):  # other processes with this journal wait
+        with waiting(f"reading {source}", progress):
+            total, settings = _read_source(work)
+        survey = _process(work, journal, settings, total, progress)
+        report = write(work, output, survey, _entries(journal, settings))
+        journal.unlink()
+    return report
 
 
-def _process(work: Work, output: Path, spool: IO[bytes], progress: bool) -> Survey:
-    """Process all records, and write their entries to a file."""
-    survey = Survey()
-    total = sum(1 for _ in work.records())
-    with Bar(total=total, desc="records", unit="record", disable=not progress) as bar:
-        for record in work.records():
-            entry = entry_of(work, record)
-            with writing(output):
-                pickle.dump(entry, spool)
-            if entry.sample is not None:
-                survey.add(entry.sample)
-            bar.update()
+def _read_source(work: Work) -> tuple[int, dict[str, Any]]:
+    """Return the number of records, and what their entries depend on: the records, all settings and the version."""
+    total, content = 0, sha256()
+    for record in work.records():
+        content.update(repr(record).encode())
+        total += 1
+    settings = {f"select.{name}": value for name, value in asdict(work.config.select).items()}
+    return total, settings | {"source": content.hexdigest(), "version": __version__}
+
+
+def _process(work: Work, journal: Path, settings: dict[str, Any], total: int, progress: bool) -> Survey:
+    """Append the entries of all records that a journal does not hold yet."""
+    survey, done = Survey(), 0
+    for entry in _entries(journal, settings):
+        survey.add(entry)
+        done += 1
+    records = islice(work.records(), done, None)
+    bar = Bar(total=total, initial=done, desc="records", unit="record", disable=not progress)
+    with open_journal(journal, settings) as log, bar:
+        while entries := [entry_of(work, record) for record in islice(records, CHUNK)]:
+            append(log, *entries)
+            for entry in entries:
+                survey.add(entry)
+            bar.update(len(entries))
     return survey
 
 
-def _entries(spool: IO[bytes]) -> Iterator[Entry]:
-    """Yield the entries of a file of `_process`."""
-    spool.seek(0)
-    with suppress(EOFError):
-        while True:
-            yield pickle.load(spool)
+def _entries(journal: Path, settings: dict[str, Any]) -> Iterator[Entry]:
+    """Return the entries of a journal."""
+    return map(Entry.from_json, resume(journal, settings))

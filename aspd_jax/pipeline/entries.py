@@ -21,25 +21,6 @@ from aspd_jax.sources import Conversation, Unreadable
 from aspd_jax.structure import to_json
 
 
-class Sample(NamedTuple):
-    """Properties of a record that may be in the sets, for the comparison with other records.
-
-    Attributes:
-        number: number of the record.
-        question: hash of all messages before the last answer.
-        measures: measures of the last answer.
-        forked: whether an answer has a block.
-        serial: whether the record may be in the sets without a block: it is of such a kind and has no list with a
-            defect.
-    """
-
-    number: int
-    question: str
-    measures: Measures
-    forked: bool
-    serial: bool
-
-
 class Selection(NamedTuple):
     """The best surviving candidate of an answer.
 
@@ -59,7 +40,7 @@ class Selection(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Contribution of one record to the results, before it is compared with others.
+    """Contribution of one record to the results, before it is compared with others. Its JSON form is the array.
 
     Attributes:
         base: its `id` and `line`, for lines of `rejected.jsonl`.
@@ -69,8 +50,11 @@ class Entry(NamedTuple):
         plain, structured: its lines of the sets.
         defect: defect of a list, if the record has no block; otherwise empty.
         draw: random number of 32 bits from the text, for `select.serial_ratio`.
+        question: hash of all messages before the last answer.
+        forked: whether an answer has a block.
+        serial: whether the record may be in the sets without a block: it is of such a kind and has no list with a
+            defect.
         selections: selections of its answers, without blocks.
-        sample: properties for the comparison with other records; None: the record is refused.
     """
 
     base: dict[str, Any]
@@ -81,13 +65,22 @@ class Entry(NamedTuple):
     structured: str = ""
     defect: str = ""
     draw: int = 0
+    question: str = ""
+    forked: bool = False
+    serial: bool = False
     selections: Sequence[Selection] = ()
-    sample: Sample | None = None
 
     @property
     def number(self) -> int:
         """Return the number of the record."""
         return int(self.base["line"])
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Entry:
+        """Return the entry of an array."""
+        *fields, selections = values
+        chosen = [Selection((), Measures(*measures), *rest) for _, measures, *rest in selections]
+        return cls(*fields)._replace(selections=chosen)
 
 
 def entry_of(work: Work, record: Conversation | Unreadable) -> Entry:
@@ -175,6 +168,8 @@ def _entry(
         structured=line(base | {"messages": structured, "pipeline": details}),
         defect=defects[0] if defects and not forked else "",
         draw=crc32(json.dumps(plain).encode()) if select.serial_ratio else 0,
+        question=question,
+        forked=forked,
+        serial=serial and not defects,
         selections=[chosen._replace(blocks=()) for chosen in selections],
-        sample=Sample(record.number, question, selections[-1].measures, forked, serial and not defects),
     )

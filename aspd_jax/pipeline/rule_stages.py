@@ -20,7 +20,7 @@ from aspd_jax.structure import plain_text
 
 
 class Proposals(NamedTuple):
-    """Result of the first stage.
+    """Candidates for the blocks of an answer.
 
     Attributes:
         candidates: well-formed candidates with leads.

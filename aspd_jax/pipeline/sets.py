@@ -12,22 +12,24 @@ from aspd_jax.blocks.measures import Measures, ranked
 from aspd_jax.files import replacing, write_whole
 from aspd_jax.pipeline.data_config import SelectSection
 from aspd_jax.pipeline.data_report import Report
-from aspd_jax.pipeline.entries import Entry, Sample, line
+from aspd_jax.pipeline.entries import Entry, line
 from aspd_jax.pipeline.work import Work
 
 
 class Survey:
-    """Comparison of the records that may be in the sets."""
+    """Comparison of the records that may be in the sets; its memory is the only one that grows with their number."""
 
     def __init__(self) -> None:
         self._groups: dict[str, list[tuple[int, Measures]]] = defaultdict(list)
         self._forked: dict[int, bool] = {}  # by number of a record that may be kept: whether it has a block
 
-    def add(self, sample: Sample) -> None:
-        """Add a record."""
-        if sample.forked or sample.serial:
-            self._forked[sample.number] = sample.forked
-        self._groups[sample.question].append((sample.number, sample.measures))
+    def add(self, entry: Entry) -> None:
+        """Add a record, unless it is refused."""
+        if entry.refused:
+            return
+        if entry.forked or entry.serial:
+            self._forked[entry.number] = entry.forked
+        self._groups[entry.question].append((entry.number, entry.selections[-1].measures))
 
     def others(self, count: int) -> set[int]:
         """Return the numbers of records for whose question `count` other records are preferred; 0: none.
@@ -46,21 +48,21 @@ class Survey:
         return ratio * kinds[True] / max(1, kinds[False]) if ratio else 1.0
 
 
-def write(work: Work, output: Path, report: Report, survey: Survey, entries: Iterable[Entry]) -> Report:
+def write(work: Work, output: Path, survey: Survey, entries: Iterable[Entry]) -> Report:
     """Write the sets, the rejected records and blocks, and the report, each file atomically.
 
     Args:
         work: configuration and shard.
         output: folder of the files.
-        report: report to fill.
         survey: comparison of the records of all entries.
         entries: entries in the order of the source.
 
     Every record is in both sets, or has one line without `message` in `rejected.jsonl`.
 
     Returns:
-        The report.
+        The report of the run.
     """
+    report = Report()
     select = work.config.select
     others = survey.others(select.per_question)
     share = survey.share(others, select.serial_ratio)
@@ -88,14 +90,14 @@ def write(work: Work, output: Path, report: Report, survey: Survey, entries: Ite
 
 def _left_out(entry: Entry, select: SelectSection, others: set[int], share: float) -> tuple[str, str]:
     """Return the stage at which a record is left out of both sets, and the reason; empty: it is in both."""
-    if entry.sample is None:
+    if entry.refused:
         return entry.refused, entry.reason
     if entry.number in others:
         return "question", f"other answers to its question are preferred, select.per_question is {select.per_question}"
     if entry.defect:  # the record has no block, and is no example of serial text
         return "record", entry.defect
-    if not entry.sample.forked and not entry.sample.serial:
+    if not entry.forked and not entry.serial:
         return "serial", "no block, and select.serial_kinds has another kind"
-    if not entry.sample.forked and entry.draw >= share * (1 << 32):
+    if not entry.forked and entry.draw >= share * (1 << 32):
         return "serial", f"no block, and select.serial_ratio is {select.serial_ratio}"
     return "", ""

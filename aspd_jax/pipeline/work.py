@@ -11,7 +11,6 @@ from aspd_jax.blocks.checks import repetition
 from aspd_jax.blocks.measures import Count, estimate_tokens
 from aspd_jax.blocks.spans import BlockSpan
 from aspd_jax.errors import ConfigError
-from aspd_jax.jsonl import Line
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.sources import Conversation, Unreadable, read_rows, record_of
 
@@ -45,13 +44,9 @@ class Shard(NamedTuple):
         """Return the name of a file of this shard."""
         return f"{stem}{suffix}" if self.total == 1 else f"{stem}-{self.number:05d}-of-{self.total:05d}{suffix}"
 
-    def rows(self, source: str) -> Iterator[Line]:
-        """Yield the rows of this shard (`read_rows`)."""
-        return islice(read_rows(source), self.number, None, self.total)
-
     def records(self, source: str) -> Iterator[Conversation | Unreadable]:
         """Yield the records of this shard."""
-        return map(record_of, self.rows(source))
+        return map(record_of, islice(read_rows(source), self.number, None, self.total))
 
 
 WHOLE = Shard()

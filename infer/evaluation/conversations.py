@@ -14,6 +14,7 @@ from typing import Any
 
 from aspd_jax.errors import AspdError
 from aspd_jax.files import Log, write_whole
+from aspd_jax.journal import append, read_journal
 from aspd_jax.progress import Bar
 from aspd_jax.structure import to_json
 from infer import decisions
@@ -23,7 +24,6 @@ from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, System
 from infer.evaluation.health import health
 from infer.evaluation.questions import Question, last_number
-from infer.offline.journal import append, read_journal
 from infer.request import Mode
 from infer.scheduling.handle import Handle
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from aspd_jax.errors import DataError, RequestError
+from aspd_jax.journal import append, open_journal, resume
 from aspd_jax.jsonl import read_lines
 from aspd_jax.progress import Bar
 from infer.engine import Engine
 from infer.evaluation.intervals import difference, interval
-from infer.offline.journal import append, open_journal, read_answers
 from infer.request import Fields, SamplingParams
 
 INCLUDED = ("field_texts.jsonl", "tool_requests.jsonl")
@@ -230,7 +230,7 @@ def decode_tasks(
     Raises:
         RequestError: the journal was written with other settings, or all tasks are refused.
     """
-    done = {record["task"]: record for record in read_answers(journal, settings)} if journal else {}
+    done = {record["task"]: record for record in resume(journal, settings)} if journal else {}
     todo = [number for number in range(len(tasks)) if number not in done]
     with open_journal(journal, settings) if journal else nullcontext() as log:
         for number in Bar(todo, total=len(tasks), initial=len(tasks) - len(todo), unit="task"):

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from aspd_jax.journal import read_journal
 from infer.evaluation.config import EvalConfig
 from infer.evaluation.evaluate import answers_file, speed_file
 from infer.evaluation.intervals import difference, interval
 from infer.evaluation.lists import ListPair
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import total
-from infer.offline.journal import read_journal
 
 QUANTILES = (0.1, 0.5, 0.9, 1.0)
 Record = dict[str, Any]
@@ -73,7 +73,7 @@ def list_pairs(
     return found
 
 
-def _in_order(records: Sequence[Record], order: Sequence[Any]) -> list[Record]:
+def _in_order(records: Iterable[Record], order: Sequence[Any]) -> list[Record]:
     by_id = {record["question_id"]: record for record in records}
     return [by_id[id] for id in order if id in by_id]
 

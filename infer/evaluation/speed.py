@@ -13,12 +13,12 @@ from typing import Any
 
 from aspd_jax.errors import AspdError, RequestError
 from aspd_jax.files import Log
+from aspd_jax.journal import append, read_journal
 from aspd_jax.progress import Bar
 from infer.answers.answer import Result, content_ids
 from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, SpeedSection, System
 from infer.evaluation.questions import Question, select_evenly
-from infer.offline.journal import append, read_journal
 
 PHASES = ("queued", "prefill", "serial", "parallel", "first_token", "total")
 

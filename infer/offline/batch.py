@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from aspd_jax.errors import AspdError, DataError, RequestError
 from aspd_jax.files import replacing
+from aspd_jax.journal import append, open_journal, resume
 from aspd_jax.jsonl import Line, read_lines
 from aspd_jax.partitions import digest
 from aspd_jax.progress import Bar, waiting
@@ -24,7 +25,6 @@ from aspd_jax.sources import parse_messages, read_rows
 from aspd_jax.structure import to_json
 from infer.answers.answer import Result
 from infer.engine import Engine, Prompt
-from infer.offline.journal import append, open_journal, read_answers
 from infer.request import Mode, SamplingParams
 from infer.scheduling.handle import Handle
 
@@ -173,13 +173,13 @@ def generate_file(engine: Engine, job: Job) -> Outcome:
     prompts = read_prompts(job.source, job.chat, job.instruction)
     items = [item._replace(sample=number) for item in prompts for number in range(job.samples)]
     settings = {"input": digest(str(job.source)), "mode": job.mode, "chat": job.chat, "samples": job.samples}
-    settings |= {"instruction": job.instruction, "params": json.loads(json.dumps(asdict(job.params))), **job.model}
+    settings |= {"instruction": job.instruction, "params": asdict(job.params), **job.model}
     journal = job.output.with_name(f"{job.output.name}.journal")
     if job.output.exists():
         raise RequestError(
             f"{job.output}: expected a new file, got an existing one. Delete it, or choose another file."
         )
-    answered = read_answers(journal, settings)
+    answered = resume(journal, settings)
     done = {(record.pop("line"), record.get("sample", 0)): record for record in answered}
     resumed = len(done)
     todo = [item for item in items if (item.line, item.sample) not in done]

@@ -98,7 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "offline": CORE | {"bench"},
     "server": CORE | {"lockstep"},
     "proxy": {"answers", "request", "server"},
-    "evaluation": CORE | {"bench", "offline", "server"},
+    "evaluation": CORE | {"bench", "server"},
 }
 PACKAGES = {"decode", "control", "scheduling", "answers", "bench", "offline", "server", "proxy", "evaluation", "launch"}
 MAX_LEVELS = 8

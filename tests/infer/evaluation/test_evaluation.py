@@ -15,6 +15,7 @@ from scipy import stats
 import aspd
 from aspd_jax import load_model
 from aspd_jax.errors import RequestError
+from aspd_jax.journal import read_journal
 from aspd_jax.structure import Branch, Parallel, Serial
 from infer import Engine, Option, SamplingParams
 from infer import Question as Decided
@@ -25,7 +26,6 @@ from infer.evaluation.health import health
 from infer.evaluation.intervals import difference, interval
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import time_questions
-from infer.offline.journal import read_journal
 from notebooks.figures import timeline
 from tests.conftest import tiny_config, write_checkpoint
 from tests.helpers.tasks import synthetic_questions
@@ -70,7 +70,7 @@ def test_a_killed_run_goes_on(demo_engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl").write_bytes(b"".join(lines[:2]) + lines[2][:40])  # killed while it wrote the third
     before = [json.loads(line) for line in lines[:2]]
     again = answer_questions(demo_engine, ADAPTIVE, questions, DECODING, tmp_path / "cut.jsonl", "")
-    there = read_journal(tmp_path / "cut.jsonl")
+    there = list(read_journal(tmp_path / "cut.jsonl"))
     assert there[:2] == before and sorted(r["question_id"] for r in there) == list(range(6))
     assert [r["turns"][0]["text"] for r in again] == [r["turns"][0]["text"] for r in whole]
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import aspd
+import aspd_jax.journal
 import infer.offline.batch
-import infer.offline.journal
 from aspd_jax import LanguageModel
 from aspd_jax.errors import DataError, RequestError
 from aspd_jax.language_model import save_model
@@ -95,7 +95,7 @@ def test_samples_of_a_question_differ_and_are_resumed(
     settings = {"samples": 3}
     journal = tmp_path / "cut.jsonl.journal"
     append, lines = infer.offline.batch.append, list[Any]()
-    for module in (infer.offline.batch, infer.offline.journal):
+    for module in (infer.offline.batch, aspd_jax.journal):
         monkeypatch.setattr(module, "append", lambda log, value: lines.append(value) or append(log, value))
     generate_file(own, job(source, tmp_path / "cut.jsonl", samples=3))
     assert lines[0]["samples"] == settings["samples"]
@@ -118,7 +118,7 @@ def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, m
 
     cut = tmp_path / "cut.jsonl"
     with monkeypatch.context() as patch:
-        for module in (infer.offline.batch, infer.offline.journal):
+        for module in (infer.offline.batch, aspd_jax.journal):
             patch.setattr(module, "append", failing)
         with pytest.raises(KeyboardInterrupt):
             generate_file(own, job(source, cut))
@@ -129,7 +129,7 @@ def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, m
         pass
     assert not cut.exists() and len(written) == 4
     with pytest.raises(
-        RequestError, match=r"journal: expected answers with the same mode, temperature, got others\. Delete it"
+        RequestError, match=r"journal: expected records with the same mode, temperature, got others\. Delete it"
     ):
         generate_file(own, job(source, cut, params=SamplingParams(max_new_tokens=24), mode="serial"))
     seen: list[str] = []
@@ -161,13 +161,13 @@ def test_answers_of_another_model_are_not_resumed(
         return aspd.main([*command, "--max-length", str(length)])
 
     with monkeypatch.context() as patch:
-        for module in (infer.offline.batch, infer.offline.journal):
+        for module in (infer.offline.batch, aspd_jax.journal):
             patch.setattr(module, "append", failing)
         assert run("one", 96, 2) == 130
     assert len(written) == 4 and not (tmp_path / "out.jsonl").exists()
     for model, length, names in (("two", 96, "model"), ("one", 64, "max_length"), ("two", 64, "max_length, model")):
         assert run(model, length, 2) == 2
-        assert f"journal: expected answers with the same {names}, got others." in capsys.readouterr().err
+        assert f"journal: expected records with the same {names}, got others." in capsys.readouterr().err
     assert run("one", 96, 1) == 0
     assert "3 of them there already" in capsys.readouterr().out
 
