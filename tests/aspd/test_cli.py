@@ -327,6 +327,7 @@ def test_ablation_trains_every_form_once(capsys: Any, tmp_path: Path) -> None:
     assert code == 2 and "evaluate_batches: expected held-out batches" in err
 
 
+@pytest.mark.further
 def test_generate_answers_without_a_chat_template(
     capsys: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

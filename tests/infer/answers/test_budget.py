@@ -121,6 +121,7 @@ def test_a_branch_that_runs_to_the_budget_leaves_its_siblings_whole(own: Engine,
     assert sum(map(len, segments_of(own, limited))) == 20 and not any(behind)
 
 
+@pytest.mark.further
 def test_a_block_that_does_not_fit_is_not_opened(own: Engine) -> None:
     """Check that the answer is the text before the titles if the budget ends inside them."""
     free = answers(own, [None] * WAVE)

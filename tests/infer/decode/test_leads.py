@@ -163,6 +163,7 @@ def written(engine: Engine, structure: Sequence[Item], number: int | None = None
     return SamplingParams(max_new_tokens=200, script=[[*serial, engine.lm.end_ids[0]], *branches])
 
 
+@pytest.mark.further
 def test_text_is_lead_and_body_of_every_part(engine: Engine) -> None:
     structure = EXAMPLE[:3]
     events = list(engine.submit([1, 2], written(engine, structure), stream="branches"))

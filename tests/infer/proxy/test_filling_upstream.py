@@ -118,6 +118,7 @@ def test_a_field_is_what_it_is_alone(name: str, real: str, server: Running) -> N
     assert different, "negative control: the lead matters"
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_answers_are_valid(name: str, real: str) -> None:
     answer = ask_fields(real, SCHEMAS[name], temperature=1, seed=3)
@@ -127,6 +128,7 @@ def test_answers_are_valid(name: str, real: str) -> None:
     assert not valid(text_of(answer)[:-1], SCHEMAS[name]), "negative control"
 
 
+@pytest.mark.further
 def test_a_schema_without_fields_is_one_request(real: str, server: Running) -> None:
     short = record(n={"type": "integer", "maximum": 99})
     prompt = server.engine.encode([QUESTION])

@@ -83,6 +83,7 @@ def test_a_branch_does_not_depend_on_the_others(engine: Engine) -> None:
         np.testing.assert_allclose(result.scores[-1], expected, atol=ATOL)
 
 
+@pytest.mark.further
 def test_streams_go_on_between_the_steps_of_branches(engine: Engine) -> None:
     """Check that a stream gets tokens while branches are fed, and that steps are as narrow as beside it."""
     prompt, known = tokens(3, 20), [branch(seed, 30) for seed in range(20)]

@@ -436,9 +436,9 @@ def test_whole_calls(server: Running) -> None:
 
 def test_streamed_calls(server: Running) -> None:
     """Check that the pieces are those of the whole call, in OpenAI's order."""
-    client = server.client()
-    whole = client.chat.completions.create(**asking(tool_choice=ONLY_PRICE)).choices[0].message.tool_calls or []
-    chunks = list(client.chat.completions.create(**asking(tool_choice=ONLY_PRICE), stream=True))
+    client, asked = server.client(), asking(tool_choice=ONLY_PRICE, extra_body={"aspd": {"fields": "serial"}})
+    whole = client.chat.completions.create(**asked).choices[0].message.tool_calls or []
+    chunks = list(client.chat.completions.create(**asked, stream=True))
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
     first, *rest = deltas
     assert first.id and first.type == "function" and first.index == 0 and first.function is not None
