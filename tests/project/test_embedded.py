@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from aspd_jax import load_model
 from aspd_jax.formats import ADAPTED, EMBEDDED
 from infer.engine import Engine
@@ -32,6 +34,7 @@ def test_weights_are_bounded() -> None:
     assert sum(sizes.values()) <= MAX_OF_ALL
 
 
+@pytest.mark.further
 def test_the_model_answers_rightly_and_forks_where_it_should(tmp_path: Path) -> None:
     """Check a small sample of the figures in docs/embedded_models.md."""
     questions = synthetic_questions(4)

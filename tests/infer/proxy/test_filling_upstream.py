@@ -118,6 +118,7 @@ def test_a_field_is_what_it_is_alone(name: str, real: str, server: Running) -> N
     assert different, "negative control: the lead matters"
 
 
+@pytest.mark.further
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_answers_are_valid(name: str, real: str) -> None:

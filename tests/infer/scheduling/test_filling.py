@@ -51,6 +51,7 @@ def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_new_tokens": 300, "temperature": 1.0, "seed": 1} | changes)
 
 
+@pytest.mark.further
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_field_is_what_it_is_alone(engine: Engine, seed: int) -> None:

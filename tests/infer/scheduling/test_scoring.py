@@ -51,6 +51,7 @@ def alone(lm: LanguageModel, prompt: Sequence[int], known: ScoredBranch) -> list
     return [float(logits[len(prompt) + place, token]) for place, token in pairs]
 
 
+@pytest.mark.further
 def test_scores_equal_a_full_pass(engine: Engine) -> None:
     """Check branches of all sizes, in more packs than one; negative control: a branch that follows the others."""
     prompt, known = tokens(0, 50), [branch(seed, 1 + 7 * seed) for seed in range(20)]

@@ -141,6 +141,7 @@ def test_serial_mode_on_a_given_text(server: Running) -> None:
     assert cost["statistics"]["steps"] == cost["statistics"]["content_tokens"] == whole.usage.completion_tokens  # type: ignore[union-attr]
 
 
+@pytest.mark.further
 def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
     """Compare an answer with a block with the stepwise engine."""
     (result,) = engine.generate([ask()["messages"]], SamplingParams(max_new_tokens=400))
