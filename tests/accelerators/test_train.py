@@ -71,11 +71,11 @@ def test_the_head_is_gathered_outside_the_loss_loop(case: tuple[str, int, int]) 
 
 @cases(h100="23 % high: as if the gathered head and its gradient were gone while a layer is computed")
 def test_the_plan_is_right(case: tuple[str, int, int]) -> None:
-    """What `--plan` counts, and arguments and temporary memory, within a twentieth."""
+    """What `--plan` counts, and arguments and temporary memory: at most a twentieth too low, a twelfth too high."""
     of, planned = step(*case)
     assert of.memory is not None
     compiled = of.memory.arguments + of.memory.temporary
-    assert abs(planned.total - compiled) <= 0.05 * compiled
+    assert -compiled / 20 <= planned.total - compiled <= compiled / 12
 
 
 def test_a_head_gathered_in_a_loop_is_seen() -> None:
