@@ -113,6 +113,10 @@ class Template:
             done.update(hole.name for hole in ready)
         return tuple(stages)
 
+    def blocks(self, most: int) -> list[tuple[Hole, ...]]:
+        """Return the holes by block: one block or, with more holes than `most`, several for each stage."""
+        return [stage[first : first + most] for stage in self.stages for first in range(0, len(stage), most)]
+
     @property
     def literal_opening(self) -> str:
         """Return the literal text that precedes the first block, and is fed with the prompt, by default.

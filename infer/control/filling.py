@@ -285,13 +285,13 @@ class Filling(Controller):
 
 
 def template_blocks(template: Template, codec: TextCodec, max_branches: int) -> list[list[BranchStart]]:
-    """Return the branches of each block: one block or, with more holes than branches, several for each stage."""
-    blocks = []
-    for stage in template.stages:
-        texts = [hole_text(template, hole) for hole in stage]
-        starts = [BranchStart(text, codec.encode_exactly(text.lead)) for text in texts]
-        blocks += [starts[first : first + max_branches] for first in range(0, len(starts), max_branches)]
-    return blocks
+    """Return the branches of each block."""
+
+    def start(hole: Hole) -> BranchStart:
+        text = hole_text(template, hole)
+        return BranchStart(text, codec.encode_exactly(text.lead))
+
+    return [list(map(start, block)) for block in template.blocks(max_branches)]
 
 
 def needed_tokens(blocks: Sequence[Sequence[BranchStart]]) -> int:

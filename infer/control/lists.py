@@ -83,7 +83,7 @@ class OpenList:
         items: its items; empty: leads are being written.
         joined: tokens of the finished list as far as the budgets have room for whole items; empty: bodies are growing.
         ends: number of tokens of `joined` behind each item, and 0.
-        checked: number of items that have been fed in reading order.
+        fed: tokens of `joined` that are in serial text, in reading order.
     """
 
     outline: Outline
@@ -93,12 +93,17 @@ class OpenList:
     items: list[Item] = field(default_factory=list)
     joined: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=lambda: [0])
-    checked: int = 0
+    fed: int = 0
 
     @property
     def form(self) -> ListForm:
         """Return the form of its items."""
         return self.outline.form
+
+    @property
+    def checked(self) -> int:
+        """Return the number of items that have been fed in reading order."""
+        return sum(0 < end <= self.fed for end in self.ends)
 
     @property
     def is_joined(self) -> bool:
@@ -342,23 +347,20 @@ class Lists(Controller):
             return guidance
         return self._resumed(guidance, len(opened.before) + begin, output, joined[begin : begin + 1])
 
-    def _read_check(self, opened: OpenList, serial: Sequence[int]) -> int:
-        """Count the items that have been fed in reading order; return the tokens of the joined list that have been."""
-        fed = serial[len(opened.before) :]
-        equal = next((n for n, (a, b) in enumerate(zip(fed, opened.joined, strict=False)) if a != b), len(fed))
-        equal = min(equal, len(opened.joined))
-        opened.checked = sum(0 < end <= equal for end in opened.ends)
-        return equal
+    def _read_check(self, opened: OpenList, serial: Sequence[int]) -> None:
+        """Count the tokens of the joined list that have been fed, up to the first that the model chose instead."""
+        pairs = enumerate(zip(serial[len(opened.before) :], opened.joined, strict=False))
+        most = min(len(serial) - len(opened.before), len(opened.joined))
+        opened.fed = next((place for place, (own, joined) in pairs if own != joined), most)
 
     def _follow_check(self, opened: OpenList, serial: list[int], output: RequestOutput) -> RowGuidance:
         """Go on with the list as far as the model does; otherwise end it."""
-        equal = self._read_check(opened, serial)
-        if len(opened.before) + equal == len(serial):
-            return self._check(opened, equal - 1, output)
+        if len(opened.before) + opened.fed == len(serial):
+            return self._check(opened, opened.fed - 1, output)
         piece = self._codec.decode(serial)[len(self._codec.decode(serial[:-1])) :]
         if opened.checked < len(opened.items) and opened.form.goes_on(opened.checked, piece):
             self._hidden += 1
-            return self._feed(opened, equal, output)
+            return self._feed(opened, opened.fed, output)
         self._end_list(opened)
         return self._follow_text(serial, output)
 

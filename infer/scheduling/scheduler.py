@@ -128,9 +128,7 @@ class Scheduler:
         """Return a request without a draft of exact fields where it costs more than it saves, if costs are measured."""
         if request.draft is None or self._cost is None:
             return request
-        limit = self._config.max_branches
-        stages = (len(stage) for stage in request.draft.stages)
-        blocks = [min(limit, size - first) for size in stages for first in range(0, size, limit)]
+        blocks = list(map(len, request.draft.blocks(self._config.max_branches)))
         return replace(request, drafts=draft_pays(self._cost, blocks, self.runner.buckets, len(request.prompt)))
 
     def retry_alone(self, state: RequestState) -> None:

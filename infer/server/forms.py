@@ -144,10 +144,12 @@ class Form(Protocol):
 
     def values(
         self, request: Request, result: Result, tokens: Sequence[TokenLogprob], codec: TextCodec
-    ) -> list[Value] | None: ...
+    ) -> list[Value] | None:
+        """Return the values of an answer; None: it has none."""
+        return request_values(request, result, tokens, codec)
 
 
-class Chat:
+class Chat(Form):
     """Format of chat completions."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -177,13 +179,8 @@ class Chat:
             content.append(entry(token.text, token.logprob) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def values(
-        self, request: Request, result: Result, tokens: Sequence[TokenLogprob], codec: TextCodec
-    ) -> list[Value] | None:
-        return request_values(request, result, tokens, codec)
 
-
-class Text:
+class Text(Form):
     """Format of completions.
 
     Args:
@@ -234,11 +231,6 @@ class Text:
             "top_logprobs": list(map(top, tokens)),
             "text_offset": offsets,
         }
-
-    def values(
-        self, request: Request, result: Result, tokens: Sequence[TokenLogprob], codec: TextCodec
-    ) -> list[Value] | None:
-        return request_values(request, result, tokens, codec)
 
 
 def text_offsets(codec: TextCodec, ids: Sequence[int], start: int) -> list[int]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from transformers import AutoConfig
 
 pytest.importorskip("libtpu", reason="make test-accelerators has an environment of its own")
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
@@ -21,21 +23,23 @@ from tests.helpers.hlo import count_collectives
 from train.config import DataSection, MeshSection, ModelSection, TrainConfig
 from train.plan import Plan
 
-VOCABULARY = 32128
+VOCABULARY = 33792  # a multiple of 1,024, which a mesh does not pad; its parts have sizes of their own
 CASES = [("v5p:2x2x2", 8, 1), ("v5p:2x2x2", 4, 2), ("h100:1x1x8", 8, 1)]
 
 
 @cache
 def step(name: str, fsdp: int, tensor: int) -> tuple[Compiled, Plan]:
-    """Four layers of a 7B model, eight rows."""
-    model = ModelSection(
-        checkpoint="none", titles="names",
-        vocab_size=VOCABULARY, layers=LAYERS, hidden_size=4096, heads=32, kv_heads=32, head_dim=128,
-        feed_forward=11008, dtype="bfloat16", scan=True, remat=True,
+    """Return the compiled step and the plan of four layers of a 7B model with norms of queries, and eight rows."""
+    shape = AutoConfig.for_model(
+        "qwen3", vocab_size=VOCABULARY, num_hidden_layers=LAYERS, hidden_size=4096, num_attention_heads=32,
+        num_key_value_heads=32, head_dim=128, intermediate_size=11008,
     )  # fmt: skip
     data = DataSection(train=("none",), rows=8, length=2048)
-    config = TrainConfig(model=model, data=data, mesh=MeshSection(fsdp=fsdp, tensor=tensor), steps=100)
-    return compile_step(config, open_topology(name))
+    with TemporaryDirectory() as folder:
+        shape.save_pretrained(folder)
+        model = ModelSection(checkpoint=folder, titles="names", dtype="bfloat16", scan=True, remat=True)
+        config = TrainConfig(model=model, data=data, mesh=MeshSection(fsdp=fsdp, tensor=tensor), steps=100)
+        return compile_step(config, open_topology(name))
 
 
 def cases(h100: str = "") -> Any:
@@ -71,11 +75,11 @@ def test_the_head_is_gathered_outside_the_loss_loop(case: tuple[str, int, int]) 
 
 @cases(h100="23 % high: as if the gathered head and its gradient were gone while a layer is computed")
 def test_the_plan_is_right(case: tuple[str, int, int]) -> None:
-    """What `--plan` counts, and arguments and temporary memory: at most a twentieth too low, a twelfth too high."""
+    """Compare the bytes of `--plan` with the arguments and the temporary memory of the program: within a twentieth."""
     of, planned = step(*case)
     assert of.memory is not None
     compiled = of.memory.arguments + of.memory.temporary
-    assert -compiled / 20 <= planned.total - compiled <= compiled / 12
+    assert abs(planned.total - compiled) <= 0.05 * compiled
 
 
 def test_a_head_gathered_in_a_loop_is_seen() -> None:

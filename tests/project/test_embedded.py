@@ -37,10 +37,10 @@ def test_weights_are_bounded() -> None:
 @pytest.mark.further
 def test_the_model_answers_rightly_and_forks_where_it_should(tmp_path: Path) -> None:
     """Check a small sample of the figures in docs/embedded_models.md."""
-    questions = synthetic_questions(4)
+    questions = synthetic_questions(12)
     engine = Engine(load_model("demo"), max_length=1024, max_batch=1)
     system = System("demo", "demo", "adaptive")
     records = answer_questions(engine, system, questions, DecodingSection(), tmp_path / "answers.jsonl", "demo")
     assert [record["turns"][0]["stats"]["blocks"] > 0 for record in records] == [q.forks for q in questions]
     texts = [record["turns"][0]["text"].strip() for record in records]
-    assert sum(text == item.answer.strip() for text, item in zip(texts, held_out(4), strict=True)) >= 3
+    assert sum(text == item.answer.strip() for text, item in zip(texts, held_out(12), strict=True)) >= 11

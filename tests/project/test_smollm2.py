@@ -62,7 +62,12 @@ def test_its_logits_are_theirs(lm: LanguageModel, theirs: dict[str, np.ndarray])
 
 
 @pytest.mark.parametrize(
-    ("questions", "tokens"), [(1, 32), pytest.param(len(QUESTIONS), NEW_TOKENS, marks=pytest.mark.slow)]
+    ("questions", "tokens"),
+    [
+        (1, 32),
+        pytest.param(1, NEW_TOKENS, marks=pytest.mark.further),
+        pytest.param(len(QUESTIONS), NEW_TOKENS, marks=pytest.mark.slow),
+    ],
 )
 def test_its_answers_are_theirs(questions: int, tokens: int, lm: LanguageModel, theirs: dict[str, np.ndarray]) -> None:
     """Check greedy tokens of all questions in one batch."""

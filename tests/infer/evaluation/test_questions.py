@@ -117,7 +117,7 @@ def test_columns_without_a_value_hide_no_others(tmp_path: Path) -> None:
 
 @pytest.mark.further
 def test_last_numbers_are_compared(tmp_path: Path) -> None:
-    """As GSM8K's answers end: `#### 1,018`; without a number in its answer, a question is left out."""
+    """Check numbers in the form of GSM8K's references (`#### 1,018`); a question without one is left out."""
     lines = [{"question": "How many?", "answer": "500 + 518 = <<500+518=1018>>1018\n#### 1,018"}, {"question": "Why?"}]
     left_out: list[str] = []
     (one,) = read_questions(BenchmarkSection(file=written(tmp_path, *lines), kind="numbers"), left_out)
@@ -132,7 +132,7 @@ def test_last_numbers_are_compared(tmp_path: Path) -> None:
 
 @pytest.mark.further
 def test_spec_bench(tmp_path: Path) -> None:
-    """Its form: references of turns, none, or several equally right ones; three of a category are timed."""
+    """Check that questions with one, no or several references are read, and that three of each category are timed."""
     records = [
         {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
         {"question_id": 161, "category": "translation", "turns": ["Translate."], "reference": ["Good."]},

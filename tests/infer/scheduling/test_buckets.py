@@ -230,8 +230,8 @@ def test_branches_get_a_close_fit(drawn: Step) -> None:
     assert bucket.tokens <= SPACING * max(total, next_power(bucket.rows), next_power(config.max_branches))
     below = {of.tokens for of in drawn.buckets.buckets if of.rows == bucket.rows and of.tokens < bucket.tokens}
     assert smaller < total and smaller <= max(below, default=-1), "a step runs, in the selected program"
-    if bucket.tokens > drawn.buckets.free:
-        assert smaller >= min(total - 1, max(below, default=-1)), "and it is left as soon as a smaller one is enough"
+    left_at = min(total - 1, max(below, default=-1)) if bucket.tokens > drawn.buckets.free else -1
+    assert smaller == left_at, "and it is left as soon as a smaller one is enough, where that is cheaper"
 
 
 def test_a_fork_is_left_for_a_program_of_its_branches() -> None:
