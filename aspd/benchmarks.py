@@ -65,6 +65,19 @@ def add(commands: Any) -> None:
     decisions.add_argument("--questions", type=int, nargs="+", default=[1, 4, 16, 64], help="numbers of questions")
     decisions.add_argument("--batch", type=int, default=4, help="requests that run together")
     decisions.add_argument("--repeats", type=int, default=3, help="timed runs of each")
+    peers = kinds.add_parser(
+        "peers", help="servers with OpenAI's interface: text, records with a JSON schema, and decisions",
+        formatter_class=HelpFormatter,
+    )  # fmt: skip
+    peers.set_defaults(run=run_bench_peers)
+    peers.add_argument("servers", nargs="+", metavar="NAME=URL", help="servers, such as vLLM=http://127.0.0.1:8000/v1")
+    peers.add_argument("--tokens", type=int, default=128, help="maximum tokens of an answer in text")
+    peers.add_argument("--fields", type=int, nargs="*", default=[8, 16], help="numbers of fields of the records")
+    peers.add_argument("--limit", type=int, default=10, help="maximum records of each number of fields")
+    peers.add_argument("--decisions", type=int, nargs="*", default=[16], help="numbers of questions about a message")
+    peers.add_argument("--repeats", type=int, default=3, help="timed runs of the decisions")
+    peers.add_argument("--timeout", type=float, default=600, help="maximum seconds of a request")
+    peers.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
     fields = kinds.add_parser(
         "fields", help="JSON fields and tool calls: serial, exact and parallel fields", formatter_class=HelpFormatter
     )
@@ -86,6 +99,9 @@ def add(commands: Any) -> None:
     )
     fields.add_argument("--limit", type=int, metavar="N", help="maximum tasks, spread over all; default: all")
     draft_options(fields)
+    fields.add_argument(
+        "--force-drafts", action="store_true", help="draft fields and tokens also where it takes longer than it saves"
+    )
     fields.add_argument("--max-new-tokens", type=int, default=400, help="maximum tokens of an answer")
     fields.add_argument("--max-length", type=int, default=1024, help="maximum tokens of a prompt and its answer")
     fields.add_argument("--output", type=Path, metavar="FILE", help="JSONL file of the answers, and a table beside it")
@@ -157,18 +173,36 @@ def run_bench_decisions(options: argparse.Namespace) -> None:
     from aspd_jax import load_model
     from aspd_jax.progress import waiting
     from infer import Engine
-    from infer.bench.decisions import decision_table, decision_times, llama_runner
+    from infer.bench.decisions import decision_table, decision_times
 
     positive(options, "questions", "batch", "repeats")
     with waiting(f"loading {options.model}"):
         lm = load_model(options.model, options.dtype)
     engine = Engine(lm, max_length=min(4096, lm.context_length), max_batch=options.batch)
     print(f"{options.model}, {options.dtype}, {options.repeats} alternating runs of each; {where()}\n", flush=True)
-    times, llama = [], llama_runner(options.model, engine.max_length)
     for count in options.questions:
         with waiting(f"{count} questions"):
-            times += decision_times(engine, count, options.repeats, llama)
-    print(decision_table(times))
+            times = decision_times(engine, count, options.repeats)
+        print(decision_table(times, head=count == options.questions[0]), flush=True)
+
+
+def run_bench_peers(options: argparse.Namespace) -> None:
+    """Run `aspd bench peers`."""
+    from aspd_jax.progress import waiting
+    from infer.evaluation.extraction import read_tasks
+    from infer.evaluation.peers import Server, peer_table, tasks_with, time_server
+
+    positive(options, "tokens", "fields", "limit", "decisions", "repeats")
+    included, left_out = read_tasks(None), list[str]()
+    tasks = [tasks_with(included, count, options.limit) for count in options.fields]
+    servers, times = [Server.connect(named, options.timeout) for named in options.servers], []
+    for server in servers:
+        with waiting(f"asking {server.name}"):
+            times += time_server(server, options.tokens, tasks, options.decisions, options.repeats, left_out)
+    print(peer_table(times))
+    print_left_out(left_out)
+    if options.json is not None:
+        write_whole(options.json, json.dumps([asdict(one) for one in times], indent=1) + "\n")
 
 
 def run_bench_fields(options: argparse.Namespace) -> None:
@@ -197,7 +231,7 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         positive(options, "limit")
         count = min(options.limit, len(tasks))
         tasks = [tasks[number * len(tasks) // count] for number in range(count)]
-    names = ("model", "adapter", "dtype", "drafts", "draft_tokens", "max_new_tokens")
+    names = ("model", "adapter", "dtype", "drafts", "draft_tokens", "force_drafts", "max_new_tokens")
     settings = {name: str(getattr(options, name)) for name in names} | {"tasks": [asdict(task) for task in tasks]}
     journal = options.output and options.output.with_name(f"{options.output.name}.journal")
     if journal is not None:
@@ -210,7 +244,7 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         max_batch=1,
         drafts=options.drafts,
         draft_tokens=options.draft_tokens,
-        force_drafts=True,
+        force_drafts=options.force_drafts,
     )
     with waiting("compiling before the first timed task"):
         engine.warm_up(alone=True, checks=True)
@@ -222,9 +256,8 @@ def run_bench_fields(options: argparse.Namespace) -> None:
     decoded = decode_tasks(engine, tasks, options.max_new_tokens, journal, settings, left_out)
     print_left_out(left_out)
     rows = summarise_extraction(decoded)
-    drafts = (
-        "" if options.drafts == "none" else f"{options.draft_tokens} draft tokens in every step ({options.drafts}), "
-    )
+    drafts = "" if options.drafts == "none" else f"at most {options.draft_tokens} draft tokens ({options.drafts}), "
+    drafts += "drafts whatever they cost, " * options.force_drafts
     title = f"{options.model}, {options.dtype}, greedy, batch 1, {drafts}{len(tasks) - len(left_out)} tasks; {where()}"
     table = f"{title}\n\n{extraction_table(rows)}\n"
     print(table)

@@ -8,8 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from aspd.options import command, model_name, model_options, positive, print_left_out
-from aspd_jax.errors import DataError, RequestError
+from aspd.options import command, positive, print_left_out
 
 
 def add(commands: Any) -> None:
@@ -38,40 +37,6 @@ def add(commands: Any) -> None:
         "--tokenizer", metavar="DIR", default="", help="tokenizer for counting tokens; default: an estimate"
     )
     stats.add_argument("--json", action="store_true", help="print JSON instead of a table")
-
-    fields = command(
-        kinds, "fields", run_fields, "Report which fields of a JSON schema depend on each other, and propose x-after."
-    )
-    fields.add_argument("schema", type=Path, metavar="SCHEMA", help="JSON schema of an object")
-    fields.add_argument("file", type=Path, metavar="FILE", help='JSONL file of {"prompt"} or {"messages"} records')
-    model_options(fields)
-    fields.add_argument("--batch", type=int, default=4, help="maximum prompts in a batch")
-    fields.add_argument("--max-new-tokens", type=int, default=400, help="maximum tokens of an answer")
-
-
-def run_fields(options: argparse.Namespace) -> None:
-    """Run `aspd data fields`."""
-    from aspd_jax import load_model
-    from aspd_jax.jsonl import parse_json
-    from infer import Engine
-    from infer.evaluation.field_dependence import field_reports, field_table
-    from infer.offline.batch import read_prompts
-
-    positive(options, "batch", "max_new_tokens")
-    try:
-        schema = parse_json(options.schema.read_bytes())
-    except OSError as error:
-        raise RequestError(f"{options.schema}: expected a JSON file, got: {error.strerror}") from None
-    except DataError as error:
-        raise RequestError(f"{options.schema}: expected JSON, got: {error}") from None
-    if not isinstance(schema, dict):
-        raise RequestError(f"{options.schema}: expected a JSON schema, an object")
-    lm = load_model(model_name(options), options.dtype, adapter=options.adapter)
-    items = read_prompts(options.file, bool(getattr(lm.tokenizer, "chat_template", None)))
-    print_left_out([f"{options.file}, line {item.line}: {item.error}" for item in items if item.prompt is None])
-    prompts = [item.prompt for item in items if item.prompt is not None]
-    engine = Engine(lm, max_length=options.max_length, max_batch=options.batch)
-    print(field_table(field_reports(engine, schema, prompts, options.max_new_tokens)))
 
 
 def run_build(options: argparse.Namespace) -> None:

@@ -80,7 +80,7 @@ class Engine:
         drafts: source of draft tokens, which are verified, change no token in float32, and are left out where they cost
             more time than they save: `heads` (draft heads of the model), `lookup` (the text so far) or `none`.
         draft_tokens: maximum draft tokens of a segment in a step; of draft heads, at most as many as there are.
-        force_drafts: whether every step feeds draft tokens, whatever they cost.
+        force_drafts: whether every step feeds draft tokens, and exact fields are drafted, whatever that costs.
         lists: `parallel`: lists that a model without tags begins are decoded in parallel in adaptive mode (protocol,
             section 5); `serial`: its adaptive mode is serial mode.
 

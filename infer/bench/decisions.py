@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from infer.decisions import Option, Question
 from infer.engine import Engine
@@ -33,7 +30,7 @@ QUESTIONS = (
     Question("score", "How urgent is the message?", (Option("can wait"), Option("this week"), Option("today"))),
 )
 WHOLE, ORDERS = "one pass", "one pass, all orders"
-EACH, SERIAL, LLAMA = "a request for each", "serial JSON of all answers", "llama.cpp, a request for each"
+EACH, SERIAL = "a request for each", "serial JSON of all answers"
 
 
 class Work(NamedTuple):
@@ -98,16 +95,13 @@ def serial_request(engine: Engine, questions: Sequence[Question]) -> Request:
     return engine.check([{"role": "user", "content": text}], params, "serial")
 
 
-def decision_times(
-    engine: Engine, count: int, repeats: int, llama: Callable[[Sequence[Request]], Work] | None = None
-) -> list[DecisionTime]:
+def decision_times(engine: Engine, count: int, repeats: int) -> list[DecisionTime]:
     """Time all ways to answer questions, in alternation, after a run of each that compiles.
 
     Args:
         engine: engine; its rows are the requests that run together.
         count: number of questions.
         repeats: timed runs.
-        llama: see `llama_runner`; None: it is left out.
     """
     questions = many_questions(count)
     single = [engine.ask(MESSAGE, [question], "none").asked[0].request for question in questions]
@@ -124,8 +118,6 @@ def decision_times(
         ways[SERIAL] = lambda: run_requests(engine, [serial])
     except PromptTooLong:  # it is left out
         pass
-    if llama is not None:
-        ways[LLAMA] = lambda: llama(single)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     works = {}
     for number in range(1 + repeats):
@@ -143,40 +135,13 @@ def _sum(works: Iterable[Work]) -> Work:
     return Work(sum(work.tokens for work in found), sum(work.steps or 0 for work in found))
 
 
-def llama_runner(path: str, slots: int) -> Callable[[Sequence[Request]], Work] | None:
-    """Return a function that runs requests in llama.cpp, one after the other; None: `xllamacpp` is not installed.
-
-    A request has the token ids of the input and of one question, and gets the likeliest next tokens. All but the first
-    reuse what is cached of the input.
-
-    Args:
-        path: checkpoint; None is returned if it is no GGUF file.
-        slots: maximum tokens of a request.
-    """
-    if not path.endswith(".gguf") or importlib.util.find_spec("xllamacpp") is None:
-        return None
-    xllamacpp: Any = importlib.import_module("xllamacpp")
-    params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.n_parallel = path, slots, 1
-    server = xllamacpp.Server(params)
-
-    def complete(request: Request, caches: bool) -> int:
-        prompt = [*request.prompt, *request.scored[0].tokens]
-        body = {"prompt": prompt, "n_predict": 1, "n_probs": 16, "cache_prompt": caches, "temperature": 0}
-        head, url = {"Content-Type": "application/json"}, f"{server.listening_address}/completion"
-        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head)) as answer:
-            return int(json.load(answer)["timings"]["prompt_n"])
-
-    return lambda requests: Work(sum(complete(one, turn > 0) for turn, one in enumerate(requests)), None)
-
-
-def decision_table(times: Sequence[DecisionTime]) -> str:
-    """Return the times as a table."""
-    head = "| questions | | tokens fed | steps | s | fastest - slowest | of one pass |\n|---|---|---|---|---|---|---|"
-    first = {time.questions: time.seconds for time in times if time.way == WHOLE}
-    rows = [
+def decision_table(times: Sequence[DecisionTime], head: bool = True) -> str:
+    """Return the times of one number of questions as rows of a table; `head`: whether its head is above them."""
+    lines = ["| questions | | tokens fed | steps | s | fastest - slowest | of one pass |", "|---" * 7 + "|"] * head
+    first = next(time.seconds for time in times if time.way == WHOLE)
+    lines += [
         f"| {one.questions} | {one.way} | {one.tokens:,} | {'' if one.steps is None else one.steps} "
-        f"| {one.seconds:.3f} | {one.fastest:.3f} - {one.slowest:.3f} | {one.seconds / first[one.questions]:.2f}x |"
+        f"| {one.seconds:.3f} | {one.fastest:.3f} - {one.slowest:.3f} | {one.seconds / first:.2f}x |"
         for one in times
     ]
-    return "\n".join([head, *rows])
+    return "\n".join(lines)

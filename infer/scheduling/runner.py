@@ -41,7 +41,7 @@ class DraftControl:
 
     Args:
         draft_tokens: D; 0: no draft tokens.
-        always: whether steps feed them whatever they cost.
+        always: whether steps feed them, and exact fields are drafted, whatever that costs.
     """
 
     def __init__(self, draft_tokens: int, always: bool = False) -> None:

@@ -126,7 +126,7 @@ class Scheduler:
 
     def _with_paying_draft(self, request: Request) -> Request:
         """Return a request without a draft of exact fields where it costs more than it saves, if costs are measured."""
-        if request.draft is None or self._cost is None:
+        if request.draft is None or self._cost is None or self.runner.drafts.always:
             return request
         blocks = list(map(len, request.draft.blocks(self._config.max_branches)))
         return replace(request, drafts=draft_pays(self._cost, blocks, self.runner.buckets, len(request.prompt)))

@@ -200,11 +200,12 @@ def test_a_cancelled_draft_leaves_the_prompt(engine: Engine) -> None:
 
 @pytest.mark.further
 def test_a_draft_that_costs_more_than_it_saves_is_left_out(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check answer, steps and statistics; where wide steps are cheap, there is a draft (negative control)."""
+    """Check answer, steps and statistics; there is a draft where wide steps are cheap, and where it is forced."""
     monkeypatch.setattr(infer.scheduling.scheduler, "compile_all", lambda programs: None)
-    for cost, fields in ((StepCost(1.0, 1.0, 0.0), 0), (StepCost(1.0, 0.0, 0.0), 7)):
+    dear, cheap = StepCost(1.0, 1.0, 0.0), StepCost(1.0, 0.0, 0.0)
+    for cost, force, fields in ((dear, False, 0), (cheap, False, 7), (dear, True, 7)):
         monkeypatch.setattr(infer.scheduling.scheduler, "measure_cost", lambda *given, cost=cost: (given[2], cost))
-        own = Engine(lm, **SIZES)
+        own = Engine(lm, force_drafts=force, **SIZES)
         own.warm_up(alone=True, checks=True)
         (serial,), (exact,) = both(own, [params(logprobs=1)])
         assert same([serial], [exact]) and (serial.stats.drafted_fields, exact.stats.drafted_fields) == (0, fields)
