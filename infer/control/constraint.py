@@ -14,7 +14,7 @@ from aspd_jax.grammar_limits import limit_error
 from aspd_jax.tokens import ItemIds, SerialIds
 from infer.answers.answer import RequestOutput
 from infer.control.controller import Controller
-from infer.control.draft_text import ANCHOR, PROSE_ANCHOR, DraftText
+from infer.control.draft_text import DraftText
 from infer.control.masks import known_limit, next_mask, only_token, permits, permitted_drafts
 from infer.control.schemas import Matcher, Schemas
 from infer.decode.checking import Check
@@ -51,8 +51,7 @@ class Constraint(Controller):
         self._followed: dict[tuple[int, int], int] = {}  # number of tokens
         self._draft: DraftText | None = None  # draft text of the serial segment
         if params.prediction is not None:
-            anchor = PROSE_ANCHOR if serial is None else ANCHOR
-            self._draft = DraftText(params.prediction, schemas.codec, anchor)
+            self._draft = DraftText(params.prediction, schemas.codec)
 
     def read(self, output: RequestOutput) -> RequestOutput:
         """Return the answer; it ends with `LENGTH` if a grammar does not accept the end of its text."""

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 
 from aspd_jax.tokens import TextCodec
 
-ANCHOR = 6  # bytes by which an answer finds its place in the text again; ', "a": ' has 7
-PROSE_ANCHOR = 16  # the same for answers without a grammar: a few words
+ANCHOR = 16  # bytes by which an answer finds its place in the text again: a few words
+NAME_END = b'":'  # end of a name of a JSON object, by which it does, too
 
 
 class DraftText:
     """A text that an answer may have, and the place in it up to which the answer has been read.
 
     Where the answer differs, there are no draft tokens. It finds its place again when its bytes since the difference
-    end with a number of bytes that the text has behind the difference.
+    end with a name of a JSON object, or with `ANCHOR` bytes, that the text has behind the difference.
 
     Args:
         text: the text.
         codec: codec of the tokenizer, whose tokens have bytes of their own.
-        anchor: this number of bytes.
     """
 
-    def __init__(self, text: str, codec: TextCodec, anchor: int = ANCHOR) -> None:
-        self._anchor = anchor
+    def __init__(self, text: str, codec: TextCodec) -> None:
         self._codec, self._bytes = codec.byte_tokens, (" " * codec.drops_space + text).encode()
         self._place, self._differs = 0, False
         self._since = b""  # the answer since it differs
@@ -42,15 +40,24 @@ class DraftText:
                 self._place += len(new)
                 continue
             self._differs, self._since = True, self._since + new
-            last = self._since[-self._anchor :]
-            at = self._bytes.find(last, self._place) if len(last) == self._anchor else -1
-            if at >= 0:
-                self._place, self._differs, self._since = at + self._anchor, False, b""
+            for anchor in self._anchors():
+                if (at := self._bytes.find(anchor, self._place)) >= 0:
+                    self._place, self._differs, self._since = at + len(anchor), False, b""
+                    break
+
+    def _anchors(self) -> Iterator[bytes]:
+        """Yield what the text may have behind the difference: the last name and what follows it, and the last bytes."""
+        end = self._since.rfind(NAME_END)
+        if end >= 0 and (begin := self._since.rfind(b'"', 0, end)) >= 0:
+            yield self._since[begin:]
+        if len(self._since) >= ANCHOR:
+            yield self._since[-ANCHOR:]
 
     @property
     def ended(self) -> bool:
         """Return whether no draft token can follow."""
-        return len(self._bytes) - self._place <= (self._anchor if self._differs else 0)
+        left = self._bytes[self._place :]
+        return not left or (self._differs and len(left) <= ANCHOR and NAME_END not in left)
 
     def next(self) -> int | None:
         """Return the next draft token; None: the answer differs, or the text ends."""

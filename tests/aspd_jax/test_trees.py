@@ -58,6 +58,7 @@ def test_the_state_is_as_annotated_after_decoding(bare_lm: LanguageModel, engine
     assert not jax.tree.all(jax.tree.map(same, other, state.sequence)), "negative control"
 
 
+@pytest.mark.further
 def test_a_decode_step_is_few_frames_from_its_caller(bare_lm: LanguageModel) -> None:
     """Check the number of the project's frames from `Engine.generate` to the forward pass."""
     depths: list[int] = []

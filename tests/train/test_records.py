@@ -195,6 +195,7 @@ print(len(train.records.Records(lm, [sys.argv[1]], data, Path(sys.argv[2]))))
 """
 
 
+@pytest.mark.further
 def test_of_two_runs_one_tokenises(tmp_path: Path) -> None:
     """Check that a run waits for another one that fills the same cache, and reads what that one has written."""
     command = [sys.executable, "-c", TOKENISE, write(tmp_path / "data.jsonl", synthetic(8)), str(tmp_path / "cache")]

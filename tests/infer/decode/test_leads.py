@@ -263,6 +263,7 @@ def test_a_lead_that_repeats_another_is_sampled_again(
     assert engine.generate([[1, 2]], asked)[0].structure != expected or tries == 4, "negative control"
 
 
+@pytest.mark.further
 def test_the_first_token_of_a_repetition_is_barred(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a model that always prefers it, within every budget."""
     markers, lead = lead_parts(engine, LEADS[0].replace("\n\n1", "\n3"))

@@ -237,6 +237,7 @@ def blank(bare_lm: LanguageModel) -> tuple[EngineConfig, DecodeState]:
     return config, laid_out(bare_lm, config, [Request((1,), SamplingParams(), "serial", 100, 0)])
 
 
+@pytest.mark.further
 @settings(max_examples=40)
 @given(prompt=st.lists(st.integers(1, 3), min_size=1, max_size=60), pending=st.integers(1, 3))
 def test_guesses_are_what_followed_before(

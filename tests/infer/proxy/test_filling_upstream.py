@@ -143,6 +143,7 @@ def test_a_schema_without_fields_is_one_request(real: str, server: Running) -> N
     )
 
 
+@pytest.mark.further
 def test_responses(real: str) -> None:
     expected = text_of(ask_fields(real, PAIR))
     client = openai.OpenAI(base_url=real, api_key="none", max_retries=0)
