@@ -124,6 +124,15 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=FORM)
 
 
+def json_rule(schema: str | Mapping[str, Any]) -> str:
+    """Return the right side of a Lark rule for a JSON value of a schema.
+
+    Raises:
+        RequestError: the schema is malformed or not supported.
+    """
+    return f"%json {json.dumps({**read_schema(schema).schema, 'x-guidance': FORM})}"
+
+
 def compile_error(schema: Mapping[str, Any]) -> str | None:
     """Return llguidance's error on a schema; None: it compiles.
 

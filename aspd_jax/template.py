@@ -6,6 +6,7 @@ it. A hole that depends on others is filled in a later block, which sees their v
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from aspd_jax.errors import RequestError
+from aspd_jax.json_schema import json_rule
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 MAX_HOLES = 2048  # maximum holes of a template
@@ -140,6 +142,30 @@ class Template:
         index = self._places[hole.name] + 1
         after = self.parts[index] if index < len(self.parts) else ""
         return "" if isinstance(after, Hole) else after
+
+    @cached_property
+    def grammar(self) -> str:
+        """Return the Lark grammar of the serial form: the text, whose holes are filled from left to right.
+
+        Raises:
+            RequestError: the schema of a hole is malformed or not supported.
+        """
+        text, rules = list[str](), list[str]()
+        written = ""  # literal text that free text has written, as its end
+        for place, part in enumerate(self.parts):
+            if isinstance(part, str):
+                text.append(json.dumps(part.removeprefix(written), ensure_ascii=False))
+                written = ""
+                continue
+            text.append(f"hole_{place}")
+            if part.schema is not None:
+                rules.append(f"hole_{place}: {json_rule(part.schema)}")
+                continue
+            following = self.following(part)
+            written = following.rstrip() or following
+            end = f"[suffix={json.dumps(written, ensure_ascii=False)}]" if written else ""
+            rules.append(rf"hole_{place}{end}: /(.|\n)*/")
+        return "\n".join([f"start: {' '.join(text)}", *rules])
 
     def fill(self, values: Mapping[str, str]) -> str:
         """Return the answer's text with these values, up to the first hole that has none."""

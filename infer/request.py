@@ -290,7 +290,8 @@ class SamplingParams:
         fields: how the fields of `json_schema` are decoded (protocol, section 5). `serial`: one after the other;
             `parallel`: side by side, without seeing each other; `exact`: side by side as a draft, which is then checked
             and corrected: the answer is that of `serial`.
-        template: literal text with holes, which the model fills in parallel (`aspd_jax.Template`).
+        template: literal text with holes, which the model fills in parallel (`aspd_jax.Template`). With
+            `fields="exact"`, these values are the draft of the text that is filled from left to right.
         prediction: text that the answer may have, as a source of draft tokens (protocol, section 5); the answer is that
             of serial mode.
         branch_schema: JSON schema of the text of every branch, which is one JSON value.
@@ -348,10 +349,11 @@ class SamplingParams:
         limit = self.max_new_tokens if self.max_content_tokens is None else self.max_content_tokens
         if self.min_tokens > limit:
             raise RequestError(f"min_tokens: expected 0 to the limit of the answer, {limit}, got {self.min_tokens}.")
-        exclusive = (*GRAMMARS, "template") if self.fields != "exact" else GRAMMARS
+        drafted = self.fields == "exact" and self.template is not None
+        exclusive = [name for name in (*GRAMMARS, "template") if not (drafted and name == "grammar")]
         if len(named := [name for name in exclusive if getattr(self, name)]) > 1:
             raise RequestError(f"{' and '.join(named)}: expected one of them, got {len(named)}")
-        if self.fields != "serial" and self.json_schema is None and not (self.grammar and self.template):
+        if self.fields != "serial" and self.json_schema is None and not drafted:
             raise RequestError(f"json_schema: expected a schema for fields={self.fields!r}, got none.")
         if self.known_text is not None and (beside := _beside(self)):
             raise RequestError(f"{beside[0]}: expected none with a template or parallel fields, got one")
@@ -386,7 +388,7 @@ class SamplingParams:
         for name in GRAMMARS:
             if value := getattr(self, name):
                 return name, "|".join(map(re.escape, value)) if name == "choices" else value
-        return None
+        return ("template", self._template.grammar) if self.fields == "exact" and self._template is not None else None
 
     def biases(self, title_start: int) -> dict[int, float]:
         """Return the numbers to add to the logits of token ids, `fork_bias` for `title_start` included."""

@@ -14,13 +14,14 @@ import numpy as np
 
 from aspd_jax.errors import RequestError, TokenizerError
 from aspd_jax.grammar_limits import limit_error
+from aspd_jax.json_schema import json_rule
 from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
 from infer.answers.answer import RequestOutput
 from infer.answers.filled import END_TOKENS, Filled, FilledBlock, HoleText, hole_text
 from infer.control.controller import Controller
 from infer.control.masks import known_limit, next_mask, only_token, permitted_drafts
-from infer.control.schemas import Schemas, json_rule
+from infer.control.schemas import Schemas
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
 from infer.decode.token_classes import END

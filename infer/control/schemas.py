@@ -20,7 +20,7 @@ import numpy as np
 from aspd_jax.byte_tokens import GrammarTokens
 from aspd_jax.errors import CheckpointError, RequestError, TokenizerError
 from aspd_jax.grammar_limits import first_line, parser_limits
-from aspd_jax.json_schema import FORM, json_grammar, read_schema
+from aspd_jax.json_schema import json_grammar, read_schema
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.tokens import TextCodec
 from infer.decode.state import EngineConfig
@@ -34,6 +34,7 @@ FORMATS: Mapping[str, Literal["json_schema", "regex", "grammar"]] = {
     "regex": "regex",
     "choices": "regex",
     "grammar": "grammar",
+    "template": "grammar",  # the serial form of a template
     "hole": "grammar",  # the text behind the lead of a hole
 }
 
@@ -137,7 +138,7 @@ class Schemas:
             made.compute_bitmask()  # builds the lexer
         if made.is_error():
             raise RequestError(f"{name}: {first_line(made.get_error())}")
-        if drops_space and made.compute_ff_bytes().startswith(b" ") and name == "grammar":
+        if drops_space and made.compute_ff_bytes().startswith(b" ") and name != "hole":
             raise RequestError(
                 f"{name}: expected text without a space at its beginning, which this tokenizer drops, got one."
             )
@@ -203,12 +204,3 @@ def after_space(grammar: str) -> str:
     (inner,) = json.loads(grammar)["grammars"]
     outer = {"name": "spaced", "lark_grammar": 'start: " " @text'}
     return json.dumps({"grammars": [outer, inner | {"name": "text"}]})
-
-
-def json_rule(schema: str | Mapping[str, Any]) -> str:
-    """Return the right side of a Lark rule for a JSON value of a schema.
-
-    Raises:
-        RequestError: the schema is malformed or not supported.
-    """
-    return f"%json {json.dumps({**read_schema(schema).schema, 'x-guidance': FORM})}"

@@ -141,7 +141,7 @@ def time_server(
 def time_texts(server: Server, tokens: int) -> list[PeerTime]:
     """Time serial answers of at most `tokens` tokens, after one that is not timed."""
     way = server.ways[0]
-    _, *timed = [_timed(partial(server.chat, text, tokens, way)) for text in (TEXTS[-1], *TEXTS)]
+    _, *timed = [_timed(partial(server.chat, text, tokens, way)) for text in ("Explain what a text is.", *TEXTS)]
     return [PeerTime("text", server.name, way, [one[0] for one in timed], [one[1][1] for one in timed])]
 
 
@@ -149,13 +149,14 @@ def time_fields(server: Server, way: str, tasks: Sequence[Task]) -> list[PeerTim
     """Time tasks with a JSON schema, after one that is not timed, and compare their values with the right ones."""
     seconds, tokens, right, failed = list[float](), list[int](), 0, 0
     for number, task in enumerate([tasks[-1], *tasks]):
+        text = task.prompt if number else f"This is the first one. {task.prompt}"  # no prompt is asked twice
         form = {"name": "record", "strict": True, "schema": task.schema}
         asked = {"response_format": {"type": "json_schema", "json_schema": form}}
-        elapsed, (text, count) = _timed(partial(server.chat, task.prompt, 400, way, **asked))
+        elapsed, (answer, count) = _timed(partial(server.chat, text, 400, way, **asked))
         if not number:
             continue
         try:
-            values = dict(json.loads(text))
+            values = dict(json.loads(answer))
         except (ValueError, TypeError):
             values, failed = {}, failed + 1
         seconds.append(elapsed)

@@ -130,7 +130,8 @@ class Aspd(Strict):
             other; `exact`: the answer of `serial`, drafted in parallel. Default: the server's.
         lists: `parallel`: in adaptive mode, lists of a chat model without tags are decoded in parallel; `serial`: one
             item after the other. Default: the server's.
-        template: literal text with holes `{name}`, which are filled in parallel (`aspd_jax.template.Template`).
+        template: literal text with holes `{name}`, which are filled in parallel (`aspd_jax.template.Template`); with
+            `fields: exact`, as a draft of the text that is filled from left to right.
         content: text of the answer, which serial mode decodes as if the model had chosen it, to measure its cost.
     """
 
@@ -333,9 +334,10 @@ class Common(SamplingFields):
 
     @model_validator(mode="after")
     def _templates_alone(self) -> Self:
-        fields = self.aspd.fields or "serial"
-        if fields != "serial" and "json_schema" not in self.grammar and not getattr(self, "tools", None):
-            raise fault(f"fields: expected a JSON schema or tools beside {fields}, got neither", "aspd")
+        fields, drafted = self.aspd.fields or "serial", self.aspd.template is not None and self.aspd.fields == "exact"
+        has_fields = "json_schema" in self.grammar or getattr(self, "tools", None) or drafted
+        if fields != "serial" and not has_fields:
+            raise fault(f"fields: expected a schema, tools or (for exact) a template beside {fields}, got none", "aspd")
         if self.aspd.template is not None and (self.grammar or self.aspd.content):
             raise fault("template: expected neither response_format nor content beside it, got one", "aspd")
         return self
@@ -461,6 +463,8 @@ class Common(SamplingFields):
             values["min_tokens"] = limit
         if "json_schema" in values:
             values["fields"] = self.aspd.fields or config.fields
+        elif self.aspd.template is not None:
+            values["fields"] = self.aspd.fields or "serial"
         return SamplingParams(
             max_new_tokens=config.max_new_tokens,
             max_content_tokens=limit,

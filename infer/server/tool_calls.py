@@ -11,12 +11,11 @@ from typing import Any, Literal, NamedTuple
 
 from aspd_jax.errors import RequestError
 from aspd_jax.fields import fields_template
-from aspd_jax.json_schema import ReadSchema, read_schema
+from aspd_jax.json_schema import ReadSchema, json_rule, read_schema
 from aspd_jax.template import Template
 from aspd_jax.tokens import TextCodec
 from aspd_jax.tool_format import ID, ToolFormat
 from infer.answers.stop import canonical
-from infer.control.schemas import json_rule
 from infer.request import Fields, SamplingParams
 
 ID_CHARACTERS, MAX_ID = "A-Za-z0-9_-", 64  # pattern of call ids in the model's text; responses have other ids

@@ -66,6 +66,33 @@ def test_lists() -> None:
     assert f" {whole:.2f}x, computed " in rows(text, "realised speed-up of all")
 
 
+def test_peers() -> None:
+    """Check the seconds of 16 fields, and tokens per second, beside other engines."""
+    times = {(one["kind"], one["server"], one["way"]): one for one in json.loads((RESULTS / "peers.json").read_text())}
+    text = (ROOT / "README.md").read_text()
+    (row,) = (line for line in text.splitlines() if line.startswith("| vLLM, SGLang, llama.cpp |"))
+    asked = [
+        ("aspd-jax", "parallel"),
+        ("aspd-jax", "exact"),
+        ("llama.cpp-f32", ""),
+        ("vLLM", ""),
+        ("llama.cpp-Q4_K_M", ""),
+    ]
+    own, drafted, same, vllm, small = (f"{median(times['16 fields', *one]['seconds']):.1f} s" for one in asked)
+    assert f"{own} (`parallel`), {drafted} (`exact`), {same} in llama.cpp and {vllm} in vLLM" in row
+    assert f"whose record takes {small} " in row
+
+    def speed(server: str, way: str = "") -> float:
+        one = times["text", server, way]
+        return float(sum(one["tokens"]) / sum(one["seconds"]))
+
+    serial = speed("aspd-jax", "serial")
+    ratios = (
+        f"{speed('llama.cpp-f32') / serial:.1f} times faster in float32 and {speed('llama.cpp-Q4_K_M') / serial:.1f}"
+    )
+    assert ratios in row and f"{1 / 1.3:.1f} times faster" not in row, "negative control: the other way round"
+
+
 def seconds(name: str) -> tuple[float, float]:
     """Return the seconds of all serial and of all adaptive answers, medians of the runs of each."""
     turns = [turn for answer in read(name) for turn in answer["turns"]]

@@ -18,7 +18,9 @@ import infer.control.exact
 import infer.decode.checking
 import infer.scheduling.scheduler
 from aspd_jax import LanguageModel, load_model, save_model
+from aspd_jax.errors import RequestError
 from aspd_jax.sharding import make_mesh
+from aspd_jax.template import Hole, Template
 from aspd_jax.tokens import TextCodec
 from infer import Engine, Result, SamplingParams
 from infer.control.draft_text import ANCHOR, DraftText
@@ -226,6 +228,35 @@ def test_checks_are_needed(engine: Engine) -> None:
         with patched(infer.decode.checking, sample_lanes=broken):
             exact = engine.generate([PROMPT] * 3, [replace(one, fields="exact") for one in asked])
         assert not same(serial, exact)
+
+
+TEMPLATE = 'Pros:{pros}\n\nCons: {cons after pros} "so"\n{{{x}}}{verdict after pros, cons}'
+NUMBER = Hole("n", schema='{"type": "integer", "minimum": 0, "maximum": 999}')
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("source", [TEMPLATE, ["n = ", NUMBER, ";\n", Hole("rest"), "."]])
+def test_templates(engine: Engine, source: Any) -> None:
+    """Check that an answer is that of its serial form as a grammar, and that its literal text is the template's."""
+    template = Template(source)
+    kinds: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2, "logprobs": 1}, {"temperature": 0.0}, {"max_new_tokens": 9}]
+    kinds = [{"json_schema": None, "logit_bias": {"10": 3.0, "34": 3.0, "46": 3.0}} | kind for kind in kinds]
+    serial = engine.generate([PROMPT] * 4, [params(**kind, grammar=template.grammar) for kind in kinds])
+    asked = [params(**kind, template=template, fields="exact") for kind in kinds]
+    exact = engine.generate([PROMPT] * 4, asked)
+    assert same(serial, exact) and any(result.stats.discarded_tokens for result in exact)
+    literals = [part for part in template.parts if isinstance(part, str)]
+    pattern = "(?s)" + ".*?".join(map(re.escape, literals))
+    assert all(re.match(pattern, result.text) for result in exact if result.finish_reason == "stop")
+    (other,) = engine.generate([PROMPT], params(**kinds[0], template=template))
+    assert other.token_ids != exact[0].token_ids, "negative control: values that do not see each other"
+
+
+def test_templates_beside_other_structure() -> None:
+    with pytest.raises(RequestError, match="json_schema and template: expected one of them, got 2"):
+        params(template="a{b}", fields="exact")
+    with pytest.raises(RequestError, match="grammar and template: expected one of them"):
+        params(json_schema=None, template="a{b}", grammar='start: "a"')
 
 
 def test_a_schema_without_fields_is_decoded_serially(engine: Engine) -> None:

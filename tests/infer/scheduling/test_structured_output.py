@@ -18,6 +18,7 @@ import infer.control.schemas
 import infer.decode.grammar
 from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
+from aspd_jax.json_schema import json_rule
 from aspd_jax.structure import Parallel
 from aspd_jax.template import Hole, Template
 from aspd_jax.tokens import split
@@ -26,7 +27,6 @@ from infer import Engine, SamplingParams
 from infer.answers.answer import RequestOutput
 from infer.control.constraint import Constraint
 from infer.control.controller import Controller
-from infer.control.schemas import json_rule
 from infer.decode.state import LENGTH, STOP
 from infer.request import Request
 from infer.server.app import make_app

@@ -11,6 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from aspd_jax import LanguageModel
+from aspd_jax.template import Template
 from infer import Engine, SamplingParams
 from infer.lockstep import StepCommand
 from infer.server.app import make_app
@@ -93,7 +94,7 @@ def test_exact_fields(client: TestClient) -> None:
     ]
     assert "".join(deltas) == serial["choices"][0]["message"]["content"]
     refused = ask(client, aspd={"fields": "exact"})
-    assert refused.status_code == 400 and "fields: expected a JSON schema or tools beside exact" in refused.text
+    assert refused.status_code == 400 and "fields: expected a schema, tools or (for exact) a template" in refused.text
 
 
 def test_streams_join_to_the_answer(client: TestClient) -> None:
@@ -110,6 +111,17 @@ def test_streams_join_to_the_answer(client: TestClient) -> None:
         if place.get("aspd", {}).get("event") == "token":
             by_branch[place["aspd"]["branch"]] = by_branch.get(place["aspd"]["branch"], "") + place["content"]
     assert "".join(by_branch[k] for k in (*range(1, 8), 0)) == whole
+
+
+@pytest.mark.further
+def test_a_template_is_filled_exactly(client: TestClient) -> None:
+    """Check the text of the serial form, which the grammar of the template gives, too."""
+    text = "A:{a}\n\nB:{b after a}"
+    asked = {"max_tokens": 80, "logit_bias": {"10": 4}}
+    exact = ask(client, **asked, aspd={"template": text, "fields": "exact", "statistics": True}).json()
+    serial = ask(client, **asked, structured_outputs={"grammar": Template(text).grammar}).json()
+    assert exact["choices"] == serial["choices"] and exact["aspd"][0]["statistics"]["discarded_tokens"] > 0
+    assert exact["choices"][0]["message"]["content"].startswith("A:")
 
 
 def test_templates(client: TestClient) -> None:
