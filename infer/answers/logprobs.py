@@ -26,7 +26,8 @@ from infer.answers.filled import filled_branches
 from infer.decode.state import EngineConfig
 from infer.request import MAX_ALTERNATIVES
 
-CHUNK = 128  # tokens per chunk of logits, and minimum padded length
+CHUNK = 32  # tokens whose logits are in memory at a time
+MIN_LENGTH = 128  # minimum padded length
 
 
 def token_logprobs(
@@ -49,8 +50,8 @@ def token_logprobs(
     """
     prompt, ids = result.prompt_token_ids, result.token_ids
     whole = np.asarray([*prompt, *ids], np.int32)
-    chosen, top, top_ids = likeliest(lm, config, whole, adapter, result.branch_sizes)
     start = len(prompt)
+    chosen, top, top_ids = likeliest(lm, config, whole, adapter, result.branch_sizes, 0 if echo else start)
     if template is None:
         segments = content_segments(config, ids)
     else:
@@ -78,7 +79,12 @@ def token_logprobs(
 
 
 def likeliest(
-    lm: LanguageModel, config: EngineConfig, ids: np.ndarray, adapter: int, blocks: Sequence[Sequence[int]] = ()
+    lm: LanguageModel,
+    config: EngineConfig,
+    ids: np.ndarray,
+    adapter: int,
+    blocks: Sequence[Sequence[int]] = (),
+    first: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the log probability of each token, and the likeliest tokens in its place.
 
@@ -86,25 +92,32 @@ def likeliest(
         lm, config, adapter: see `token_logprobs`.
         ids: tokens.
         blocks: number of tokens of each branch of the blocks without tags that `ids` end with.
+        first: index of the first token for which they are computed.
 
     Returns:
         Log probabilities of the tokens, float32 [S]; those of the likeliest tokens, [S, alternatives]; their ids. S is
-        the number of ids, rounded up to a power of two. Those of the first token are undefined.
+        the number of ids, rounded up to a power of two. Those of the first token, and of tokens before `first`, are
+        undefined.
     """
-    found = jax.device_get(_likeliest(*_arguments(lm, config, ids, adapter, blocks)))
-    chosen, top, top_ids = (np.asarray(field)[0] for field in found)
+    found = jax.device_get(_likeliest(*_arguments(lm, config, ids, adapter, blocks, first)))
+    chosen, top, top_ids = map(np.asarray, found)
     return chosen, top, top_ids
 
 
 def lower_likeliest(lm: LanguageModel, config: EngineConfig, size: int) -> jax.stages.Lowered:
     """Trace the program of `likeliest` for a number of ids."""
-    return _likeliest.lower(*_arguments(lm, config, np.zeros(size, np.int32), -1, ()))
+    return _likeliest.lower(*_arguments(lm, config, np.zeros(size, np.int32), -1, (), 0))
 
 
 def _arguments(
-    lm: LanguageModel, config: EngineConfig, ids: np.ndarray, adapter: int, blocks: Sequence[Sequence[int]]
+    lm: LanguageModel,
+    config: EngineConfig,
+    ids: np.ndarray,
+    adapter: int,
+    blocks: Sequence[Sequence[int]],
+    first: int,
 ) -> tuple[Any, ...]:
-    size = max(CHUNK, next_power(ids.size))
+    size = max(MIN_LENGTH, next_power(ids.size))
     tokens = np.zeros((1, size), np.int32)
     tokens[0, : ids.size] = ids
     tagged = ids.size - sum(map(sum, blocks))
@@ -114,7 +127,8 @@ def _arguments(
     if blocks:
         _append_blocks(layout, before[0], tagged, blocks, lm.config.positions)
     model = Transformer(replace(lm.config, attention="chunked"), mesh=lm.model.mesh)
-    return model, lm.params, tokens, layout, before, np.int32(adapter)
+    chunks = np.asarray([first // CHUNK, -(-ids.size // CHUNK)], np.int32)
+    return model, lm.params, tokens, layout, before[0], np.int32(adapter), chunks
 
 
 def _append_blocks(
@@ -141,22 +155,36 @@ def _append_blocks(
 
 @partial(jax.jit, static_argnames="model")
 def _likeliest(
-    model: Transformer, params: Any, tokens: jax.Array, layout: Layout, before: jax.Array, adapter: jax.Array
+    model: Transformer,
+    params: Any,
+    tokens: jax.Array,
+    layout: Layout,
+    before: jax.Array,
+    adapter: jax.Array,
+    chunks: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute `likeliest` on the device, for B rows; `before`: place of the token before each, int32 [B, S]."""
+    """Compute `likeliest` on the device.
+
+    Args:
+        model, params, tokens, layout, adapter: one row of tokens, [1, S], and what decodes it.
+        before: place of the token before each, int32 [S].
+        chunks: first chunk, and the one behind the last, int32 [2].
+    """
     of_each = jnp.full(tokens.shape, adapter) if model.config.adapters else None
     x: jax.Array = jnp.asarray(model.apply({"params": params}, tokens, layout, head=False, adapter=of_each))
-    B, S = tokens.shape
-    x = jnp.take_along_axis(x, before[..., None], axis=1)
+    x, head = x[0, before], head_of(model.config, params, adapter)
+    alternatives = min(MAX_ALTERNATIVES, model.config.vocab_size)
 
-    def chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        hidden, own = part
-        logits = lm_head(model.config, head_of(model.config, params, adapter), hidden)
+    def chunk(number: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        at = number * CHUNK
+        own = jax.lax.dynamic_slice_in_dim(tokens[0], at, CHUNK)
+        logits = lm_head(model.config, head, jax.lax.dynamic_slice_in_dim(x, at, CHUNK))
         logprobs = jax.nn.log_softmax(logits, axis=-1)
-        chosen = jnp.take_along_axis(logprobs, own[..., None], axis=-1)[..., 0]
-        return (chosen, *jax.lax.top_k(logprobs, min(MAX_ALTERNATIVES, logprobs.shape[-1])))
+        chosen = jnp.take_along_axis(logprobs, own[:, None], axis=-1)[:, 0]
+        parts = (chosen, *jax.lax.top_k(logprobs, alternatives))
+        return tuple(jax.lax.dynamic_update_slice_in_dim(a, b, at, 0) for a, b in zip(found, parts, strict=True))
 
-    parts = (x.reshape(B, S // CHUNK, CHUNK, -1), tokens.reshape(B, S // CHUNK, CHUNK))
-    found = jax.lax.map(chunk, jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), parts))
-    chosen, top, ids = (jnp.moveaxis(field, 0, 1).reshape(B, S, *field.shape[3:]) for field in found)
+    shape = (tokens.shape[1], alternatives)
+    empty = (jnp.zeros(shape[0], jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32))
+    chosen, top, ids = jax.lax.fori_loop(chunks[0], chunks[1], chunk, empty)
     return chosen, top, ids

@@ -20,7 +20,7 @@ import numpy as np
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import powers
-from infer.answers.logprobs import CHUNK, lower_likeliest
+from infer.answers.logprobs import MIN_LENGTH, lower_likeliest
 from infer.control.scoring import score_inputs
 from infer.decode.checking import check_arrays, run_checks
 from infer.decode.decode_step import StopConditions, run, summarise
@@ -113,7 +113,7 @@ def programs_of(
         *((f"copies of {size} slots", partial(copy, size)) for size in prompts),
         *(
             (f"log probabilities of {size} tokens", partial(likeliest, size))
-            for size in (powers(CHUNK, max(CHUNK, capacity)) if logprobs else ())
+            for size in (powers(MIN_LENGTH, max(MIN_LENGTH, capacity)) if logprobs else ())
         ),
         *(
             (f"known branches, {bucket}", partial(known, bucket))
