@@ -374,7 +374,10 @@ def test_a_client_that_goes_ends_its_requests(stream: bool, proxy: str, upstream
         ({"aspd": {"template": "no hole"}}, "template: expected at least one hole"),
         ({"aspd": {"template": "A:{a}{b}"}}, "hole 'b': expected literal text before it"),
         ({"aspd": {"template": "A:{a} B:{a}"}}, "hole 'a': expected different names"),
-        ({"aspd": {"fields": "parallel"}}, "fields: expected a JSON schema or tools beside parallel"),
+        (
+            {"aspd": {"fields": "parallel"}},
+            "fields: expected a schema, tools or (for exact) a template beside parallel",
+        ),
         ({"response_format": format_of({"type": "objekt"})}, "json_schema: Invalid type: objekt"),
         (
             {"response_format": format_of(record(a=WORD, b={"type": "objekt"})), "aspd": {"fields": "parallel"}},

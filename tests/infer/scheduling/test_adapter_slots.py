@@ -99,7 +99,7 @@ GREEDY = SamplingParams(max_new_tokens=40, max_branch_tokens=6)
 NAMES = ["first", "", "second", "without rows"]
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize("made", ["untied", "qwen2", "gemma3"], indirect=True)
 def test_a_mixed_batch_is_as_merged_models_are(made: Made) -> None:
     found = made.together().generate([PROMPT] * 4, GREEDY, adapter=NAMES)

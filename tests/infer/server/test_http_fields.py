@@ -221,7 +221,10 @@ def test_a_field_without_values_is_left_out(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"aspd": {"fields": "parallel"}}, "fields: expected a JSON schema or tools beside parallel"),
+        (
+            {"aspd": {"fields": "parallel"}},
+            "fields: expected a schema, tools or (for exact) a template beside parallel",
+        ),
         ({"aspd": {"fields": "both"}}, "fields"),
         ({"aspd": {"template": "{a"}}, "line 1, column 1"),
         ({"aspd": {"template": "A:{a}"}, "response_format": FORMAT}, "template"),
