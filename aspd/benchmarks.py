@@ -217,6 +217,7 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         decode_tasks,
         extraction_table,
         read_tasks,
+        spread,
         summarise_extraction,
     )
     from infer.evaluation.published import read_calls, read_sob
@@ -229,8 +230,7 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         tasks = read_sob(options.sob) if options.sob else read_tasks(options.input)
     if options.limit is not None:
         positive(options, "limit")
-        count = min(options.limit, len(tasks))
-        tasks = [tasks[number * len(tasks) // count] for number in range(count)]
+        tasks = spread(tasks, options.limit)
     names = ("model", "adapter", "dtype", "drafts", "draft_tokens", "force_drafts", "max_new_tokens")
     settings = {name: str(getattr(options, name)) for name in names} | {"tasks": [asdict(task) for task in tasks]}
     journal = options.output and options.output.with_name(f"{options.output.name}.journal")

@@ -91,25 +91,6 @@ def fields_template(schema: str | Mapping[str, Any]) -> Template | None:
     return template if len(leaves) > 1 else None
 
 
-def complete_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of the objects that parallel fields write: every property is required, in nested objects, too.
-
-    Raises:
-        RequestError: see `fields_template`.
-    """
-
-    def written(node: Node) -> Any:
-        if node.text is not None:
-            return {"const": json.loads(node.text)}
-        if node.members is None:
-            return node.schema
-        members = {name: written(member) for name, member in node.members.items()}
-        return {"type": "object", "properties": members, "required": list(members), "additionalProperties": False}
-
-    definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
-    return {**written(_tree(schema)), **definitions}
-
-
 def _tree(root: Any) -> Node:
     """Return the node of a whole schema; a leaf if it has to stay whole."""
     try:

@@ -382,6 +382,8 @@ class SamplingParams:
     def answer_grammar(self) -> tuple[str, str] | None:
         """Return the name of the field that constrains the whole answer, and its grammar; None: there is none.
 
+        A template constrains an answer that is filled exactly, by its serial form.
+
         The grammar of `choices` is a regular expression, which llguidance turns into an automaton. As alternatives of a
         grammar, a step would cost time for each, and 2,000 would be the limit.
         """

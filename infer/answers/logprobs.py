@@ -83,8 +83,8 @@ def likeliest(
     config: EngineConfig,
     ids: np.ndarray,
     adapter: int,
-    blocks: Sequence[Sequence[int]] = (),
-    first: int = 0,
+    blocks: Sequence[Sequence[int]],
+    first: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the log probability of each token, and the likeliest tokens in its place.
 

@@ -34,10 +34,10 @@ EACH, SERIAL = "a request for each", "serial JSON of all answers"
 
 
 class Work(NamedTuple):
-    """Work of one run; steps include those of prompts, and are None where they are not known."""
+    """Work of one run; steps include those of prompts."""
 
     tokens: int
-    steps: int | None
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class DecisionTime:
         questions: number of questions.
         way: how they are answered.
         tokens: tokens that are fed, cached ones excluded.
-        steps: steps, those of prompts included; None: not known.
+        steps: steps, those of prompts included.
         seconds: median over the runs.
         fastest, slowest: extremes of `seconds`.
     """
@@ -56,7 +56,7 @@ class DecisionTime:
     questions: int
     way: str
     tokens: int
-    steps: int | None
+    steps: int
     seconds: float
     fastest: float
     slowest: float
@@ -132,7 +132,7 @@ def decision_times(engine: Engine, count: int, repeats: int) -> list[DecisionTim
 
 def _sum(works: Iterable[Work]) -> Work:
     found = list(works)
-    return Work(sum(work.tokens for work in found), sum(work.steps or 0 for work in found))
+    return Work(sum(work.tokens for work in found), sum(work.steps for work in found))
 
 
 def decision_table(times: Sequence[DecisionTime], head: bool = True) -> str:
@@ -140,7 +140,7 @@ def decision_table(times: Sequence[DecisionTime], head: bool = True) -> str:
     lines = ["| questions | | tokens fed | steps | s | fastest - slowest | of one pass |", "|---" * 7 + "|"] * head
     first = next(time.seconds for time in times if time.way == WHOLE)
     lines += [
-        f"| {one.questions} | {one.way} | {one.tokens:,} | {'' if one.steps is None else one.steps} "
+        f"| {one.questions} | {one.way} | {one.tokens:,} | {one.steps} "
         f"| {one.seconds:.3f} | {one.fastest:.3f} - {one.slowest:.3f} | {one.seconds / first:.2f}x |"
         for one in times
     ]

@@ -105,10 +105,7 @@ class Task:
 
     def read(self, engine: Engine, text: str) -> dict[str, Any]:
         """See `AnyTask`."""
-        try:
-            return dict(json.loads(text))
-        except ValueError:
-            return {}
+        return read_object(text) or {}
 
     def right(self, values: Mapping[str, Any]) -> dict[str, bool]:
         """See `AnyTask`."""
@@ -153,6 +150,21 @@ class Decoded:
     token_ids: Sequence[int]
     drafted_fields: int = 0
     groups: Sequence[str] = ()
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object of an answer; None: it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def spread(tasks: Sequence[AnyTask], limit: int) -> list[Any]:
+    """Return at most `limit` tasks, spread over all."""
+    count = min(limit, len(tasks))
+    return [tasks[number * len(tasks) // count] for number in range(count)]
 
 
 def read_tasks(file: Path | None) -> list[Task]:

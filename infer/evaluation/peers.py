@@ -5,7 +5,6 @@ A server of this project is asked in each of its ways, so its serial mode stands
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import openai
 from aspd_jax.errors import ConfigError, DataError, RequestError
 from infer.bench.decisions import MESSAGE, many_questions
 from infer.decisions import Question
-from infer.evaluation.extraction import MODES, Task
+from infer.evaluation.extraction import MODES, Task, read_object, spread
 
 TEXTS = ("Explain how a bicycle stays upright.", "Describe a day at the harbour.", "Explain what an index fund is.")
 GREEDY: Any = {"temperature": 0, "seed": 0}
@@ -155,13 +154,11 @@ def time_fields(server: Server, way: str, tasks: Sequence[Task]) -> list[PeerTim
         elapsed, (answer, count) = _timed(partial(server.chat, text, 400, way, **asked))
         if not number:
             continue
-        try:
-            values = dict(json.loads(answer))
-        except (ValueError, TypeError):
-            values, failed = {}, failed + 1
+        values = read_object(answer)
         seconds.append(elapsed)
         tokens.append(count)
-        right += sum(task.right(values).values())
+        right += sum(task.right(values or {}).values())
+        failed += values is None
     fields = [len(task.gold) for task in tasks]
     return [PeerTime(f"{fields[0]} fields", server.name, way, seconds, tokens, right, sum(fields), failed)]
 
@@ -223,8 +220,7 @@ def tasks_with(tasks: Sequence[Task], fields: int, limit: int) -> list[Task]:
     found = [task for task in tasks if len(task.gold) == fields and not task.function]
     if not found:
         raise DataError(f"fields: expected a number of fields that a task has, got {fields}")
-    count = min(limit, len(found))
-    return [found[number * len(found) // count] for number in range(count)]
+    return spread(found, limit)
 
 
 def peer_table(times: Sequence[PeerTime]) -> str:

@@ -334,11 +334,11 @@ class Common(SamplingFields):
 
     @model_validator(mode="after")
     def _templates_alone(self) -> Self:
-        fields, drafted = self.aspd.fields or "serial", self.aspd.template is not None and self.aspd.fields == "exact"
-        has_fields = "json_schema" in self.grammar or getattr(self, "tools", None) or drafted
-        if fields != "serial" and not has_fields:
+        fields, has_template = self.aspd.fields or "serial", self.aspd.template is not None
+        has_fields = "json_schema" in self.grammar or getattr(self, "tools", None)
+        if fields != "serial" and not has_fields and not (fields == "exact" and has_template):
             raise fault(f"fields: expected a schema, tools or (for exact) a template beside {fields}, got none", "aspd")
-        if self.aspd.template is not None and (self.grammar or self.aspd.content):
+        if has_template and (self.grammar or self.aspd.content):
             raise fault("template: expected neither response_format nor content beside it, got one", "aspd")
         return self
 

@@ -419,6 +419,7 @@ def asking(**more: Any) -> dict[str, Any]:
     return ask(tools=TOOLS, **more)
 
 
+@pytest.mark.further
 def test_whole_calls(server: Running) -> None:
     client = server.client()
     named = client.chat.completions.create(**asking(tool_choice=ONLY_PRICE, n=2, temperature=1.0, seed=3))
