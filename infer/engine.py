@@ -149,7 +149,7 @@ class Engine:
         )
         self.adapters = AdapterSlots(lm)
         self._priors: dict[tuple[int, Question], np.ndarray] = {}
-        self._schemas = Schemas(lm, self.config)
+        self._schemas = Schemas(lambda: lm.codec.text, lm.end_ids, lm.config.padded_vocab_size)
         self._scheduler = Scheduler(
             lm,
             self.config,

@@ -15,7 +15,7 @@ from aspd_jax.tokens import ItemIds, SerialIds
 from infer.answers.answer import RequestOutput
 from infer.control.controller import Controller
 from infer.control.draft_text import DraftText
-from infer.control.masks import known_limit, next_mask, only_token, permits, permitted_drafts
+from infer.control.masks import drafted, known_limit, next_mask, permitted_drafts
 from infer.control.schemas import Matcher, Schemas
 from infer.decode.checking import Check
 from infer.decode.guidance import RowGuidance
@@ -102,29 +102,15 @@ class Constraint(Controller):
         """
         assert self._draft is not None
         matcher = None if self._serial is None else self._matcher((0, 0)).copy()
-        draft, tokens = self._draft.copy(), [last]
-        masks, known = list[np.ndarray](), list[bool]()
-        while True:
-            determined = [] if matcher is None else matcher.known_tokens()
-            if matcher is not None:
-                masks.append(only_token(determined[0], self._words) if determined else matcher.mask())
-            known.append(bool(determined))
-            token = determined[0] if determined else draft.next()
-            if token is None or token in self._ends or (masks and not permits(masks[-1], token)):
-                break
-            if len(tokens) >= min(limit, MAX_CHECKED):
-                break
-            tokens.append(token)
-            draft.follow([token])
-            if matcher is not None:
-                matcher.take([token])
+        most = min(limit, MAX_CHECKED) - 1
+        tokens, masks, known = drafted(matcher, self._draft.copy(), most, self._ends, self._words)
         if matcher is not None and matcher.error:
             # The draft exceeds a limit, which the answer may not. Copies of a matcher fail together.
             self._draft, fresh = None, self._schemas.matcher(*(self._params.answer_grammar or ("", "")))
             fresh.take(ids)
             self._matchers[0, 0] = fresh
             return Check([last], [next_mask(fresh, self._words)], [False])
-        return Check(tokens, masks, known)
+        return Check([last, *tokens], masks, known)
 
     def follow(self, output: RequestOutput) -> RowGuidance:
         """Return token masks, known tokens and draft tokens of the constrained segments."""

@@ -5,10 +5,11 @@ W words of 32 tokens of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 
+from infer.control.draft_text import DraftText
 from infer.control.schemas import Matcher
 from infer.decode.state import EngineConfig
 
@@ -51,11 +52,47 @@ def permitted_drafts(
     return permitted, masks
 
 
+def drafted(
+    matcher: Matcher | None, draft: DraftText, limit: int, ends: Container[int], words: int
+) -> tuple[list[int], list[np.ndarray], list[bool]]:
+    """Return the known and draft tokens that an answer may go on with.
+
+    Args:
+        matcher: position of the answer in its grammar, which moves over the tokens; None: any token may follow.
+        draft: draft text at the place of the answer, which moves over the tokens.
+        limit: maximum number of tokens.
+        ends: tokens that end the answer; they are not among the tokens.
+        words: W.
+
+    Returns:
+        The tokens; the token masks before and after each, uint32 [W], none without a grammar; and whether what follows
+        each of these places is known.
+    """
+    tokens, masks, known = list[int](), list[np.ndarray](), list[bool]()
+    while True:
+        determined = [] if matcher is None else matcher.known_tokens()
+        if matcher is not None:
+            masks.append(only_token(determined[0], words) if determined else matcher.mask())
+        known.append(bool(determined))
+        token = determined[0] if determined else draft.next()
+        if token is None or token in ends or (masks and not permits(masks[-1], token)) or len(tokens) >= limit:
+            return tokens, masks, known
+        tokens.append(token)
+        draft.follow([token])
+        if matcher is not None:
+            matcher.take([token])
+
+
 def token_bits(tokens: np.ndarray, words: int) -> np.ndarray:
     """Return a token mask, uint32 [W], of tokens, bool [V]."""
     padded = np.zeros(words * 32, bool)
     padded[: tokens.size] = tokens
     return np.packbits(padded, bitorder="little").view(np.uint32)
+
+
+def tokens_of(mask: np.ndarray) -> np.ndarray:
+    """Return the tokens of a token mask, uint32 [W], in ascending order."""
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
 
 def only_token(token: int, words: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -21,9 +21,7 @@ from aspd_jax.byte_tokens import GrammarTokens
 from aspd_jax.errors import CheckpointError, RequestError, TokenizerError
 from aspd_jax.grammar_limits import first_line, parser_limits
 from aspd_jax.json_schema import json_grammar, read_schema
-from aspd_jax.language_model import LanguageModel
 from aspd_jax.tokens import TextCodec
-from infer.decode.state import EngineConfig
 from infer.request import SamplingParams
 
 MAX_READY = 256  # maximum matchers in memory that no answer has yet
@@ -45,32 +43,33 @@ class Schemas:
     Answers share no matcher, because copies of a matcher share the lexer: where one exceeds a limit, all fail.
 
     Args:
-        lm: the model; its tokenizer is read when the first schema is compiled.
-        config: configuration of the engine.
+        codec: function that returns the codec of the model's tokenizer; called when the first schema is compiled.
+        end_ids: ids of the tokens that end an answer.
+        vocab_size: size of the vocabulary, padding included.
     """
 
-    def __init__(self, lm: LanguageModel, config: EngineConfig) -> None:
-        self._lm, self._config = lm, config
+    def __init__(self, codec: Callable[[], TextCodec], end_ids: Sequence[int], vocab_size: int) -> None:
+        self._codec, self._end_ids, self._vocab_size = codec, [int(token) for token in end_ids], vocab_size
         self._ready: OrderedDict[tuple[str, str], list[Any]] = OrderedDict()  # matchers that no answer has yet
         self._lock = threading.Lock()
 
     @property
     def words(self) -> int:
         """Return W."""
-        return -(-self._lm.config.padded_vocab_size // 32)
+        return -(-self._vocab_size // 32)
 
     @cached_property
     def _tokenizer(self) -> Any:
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        ends = [int(token) for token in self._lm.end_ids]
-        tokens = GrammarTokens(self.codec.byte_tokens, self._lm.config.padded_vocab_size, ends[0] if ends else None)
+        ends = self._end_ids
+        tokens = GrammarTokens(self.codec.byte_tokens, self._vocab_size, ends[0] if ends else None)
         return LLTokenizer(TokenizerWrapper(tokens), eos_token=ends or None, slices=LLTokenizer.json_slices())
 
     @property
     def codec(self) -> TextCodec:
         """Return the codec of the model's tokenizer."""
-        return self._lm.codec.text
+        return self._codec()
 
     def check_all(self, params: SamplingParams) -> None:
         """Check the schemas of a request (`check`)."""

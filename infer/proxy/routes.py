@@ -21,6 +21,7 @@ from aspd_jax.tokens import Codec
 from aspd_jax.tool_format import uses_tools
 from infer.answers.events import Event, StopFilter
 from infer.proxy.answering import Answering, Proxied, usage
+from infer.proxy.exact_upstream import ExactAnswering
 from infer.proxy.filling_upstream import TemplateFilling
 from infer.proxy.listing import ListAnswering
 from infer.proxy.upstream import Upstream, UpstreamConfig, UpstreamError
@@ -65,7 +66,8 @@ def make_app(
     answering = Answering(upstream, codec, ends, tags)
     filling = TemplateFilling(upstream, codec.text, ends, tags)
     listing = None if forks else ListAnswering(upstream, codec.text, ends, tags)
-    proxy = _Proxy(answering, filling, listing, lists, codec, tokenizer, name, max_new_tokens)
+    exact = ExactAnswering(upstream, filling, codec.text, end_ids)
+    proxy = _Proxy(answering, filling, exact, listing, lists, codec, tokenizer, name, max_new_tokens)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -89,6 +91,7 @@ class _Proxy:
         self,
         answering: Answering,
         filling: TemplateFilling,
+        exact: ExactAnswering,
         listing: ListAnswering | None,
         lists: ListMode,
         codec: Codec,
@@ -96,7 +99,8 @@ class _Proxy:
         name: str,
         max_new_tokens: int,
     ) -> None:
-        self._answering, self._filling, self._listing, self._lists = answering, filling, listing, lists
+        self._answering, self._filling, self._exact = answering, filling, exact
+        self._listing, self._lists = listing, lists
         self._codec, self._tokenizer = codec, tokenizer
         self._name, self._max_new_tokens, self._started = name, max_new_tokens, int(time.time())
 
@@ -143,6 +147,8 @@ class _Proxy:
             await _exhaust(events, request)
         except UpstreamError as error:
             raise Refused(502, str(error), "upstream_error") from None
+        except RequestError as error:
+            raise Refused(400, str(error)) from None
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
         whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(prompt, answer, self._codec)}
@@ -160,14 +166,11 @@ class _Proxy:
         prompt = self._encode(messages, body.chat_template_kwargs)
         values = {name: value for name, value in body.sampling_values().items() if PARAMETERS[name].proxy is not None}
         fields = body.aspd.fields or "serial"
-        if fields == "exact" or body.predicted is not None:
-            name = "aspd.fields: expected serial or parallel, got exact" if fields == "exact" else "prediction: got one"
-            raise RequestError(
-                f"{name}; a check of a draft needs the log probabilities of a prompt under the grammar of the schema, "
-                "which an upstream does not return. Use aspd serve."
-            )
         sampling = SamplingParams(**values, **body.constraint(), fields=fields, template=body.aspd.template)
         limit = min(body.limit or self._max_new_tokens, self._max_new_tokens)
+        if fields == "exact":
+            self._exact.check(sampling)
+            return prompt, self._exact.events(prompt, limit, sampling, answer)
         in_order = bool(sampling.stop) or body.aspd.stream == "text"
         template = sampling.known_text
         if constrained := template is None and sampling.json_schema is not None:
@@ -214,6 +217,9 @@ class _Proxy:
         except UpstreamError as error:
             yield [error_body(str(error), "upstream_error")]
             return
+        except RequestError as error:
+            yield [error_body(str(error), INVALID)]
+            return
         last = chunk({}, answer.finish_reason)
         yield [last | ({"aspd": self._statistics(answer)} if body.aspd.statistics else {})]
         if body.with_usage:
@@ -235,6 +241,7 @@ def _check_support(body: ChatRequest | ResponsesRequest, messages: list[dict[str
         ("structured_outputs", bool(set(body.grammar) - {"json_schema"})),
         *((name, values[name] != PARAMETERS[name].default) for name in values if PARAMETERS[name].proxy is None),
         ("ignore_eos", body.ignore_eos),
+        ("prediction", body.predicted is not None),
         ("continue_final_message", isinstance(body, ChatRequest) and body.continue_final_message),
         ("aspd.branch_format", body.aspd.branch_format is not None),
         ("aspd.content", body.aspd.content is not None),

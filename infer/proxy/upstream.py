@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import openai
 
@@ -64,6 +66,18 @@ def sampling_arguments(params: SamplingParams, number: int) -> dict[str, object]
     return arguments if params.seed is None else arguments | {"seed": (params.seed + number) % (1 << 32)}
 
 
+class ReadToken(NamedTuple):
+    """A token that an upstream has read or generated.
+
+    Attributes:
+        token: its id.
+        likeliest: log probabilities of the likeliest tokens in its place, by id; of the first token of a prompt: none.
+    """
+
+    token: int
+    likeliest: Mapping[int, float]
+
+
 class Upstream:
     """Client that requests completions of token ids."""
 
@@ -104,7 +118,7 @@ class Upstream:
         """
         bias: Mapping[str, int] = {str(token): -100 for token in forbidden}
         ended = False
-        try:
+        with self._errors():
             async with self._semaphore:
                 stream = await self._client.completions.create(
                     model=self.config.model, prompt=list(prompt), max_tokens=limit, stop=list(stop), stream=True,
@@ -115,11 +129,68 @@ class Upstream:
                         if piece.choices:
                             ended |= piece.choices[0].finish_reason is not None
                             yield piece.choices[0].text or "", piece.choices[0].finish_reason
+        if not ended:
+            raise UpstreamError(f"{self.config.url}: expected a whole completion, got a stream without a finish_reason")
+
+    async def read(
+        self,
+        prompt: Sequence[int],
+        limit: int,
+        alternatives: int,
+        echo: bool = False,
+        bias: Mapping[int, float] | None = None,
+    ) -> list[ReadToken]:
+        """Request a greedy completion that nothing but its limit ends, and return its tokens.
+
+        Args:
+            prompt: token ids.
+            limit: maximum tokens.
+            alternatives: number of likeliest tokens.
+            echo: whether the tokens of the prompt are returned, too, before those of the completion.
+            bias: numbers to add to logits, by token id.
+
+        Raises:
+            UpstreamError: the upstream refuses the request, fails after all retries, or returns no log probabilities
+                with token ids.
+        """
+        with self._errors():
+            async with self._semaphore:
+                completion = await self._client.completions.create(
+                    model=self.config.model, prompt=list(prompt), max_tokens=limit, temperature=0, echo=echo,
+                    logprobs=alternatives, logit_bias={str(token): value for token, value in (bias or {}).items()},  # type: ignore[misc]
+                    extra_body={"return_tokens_as_token_ids": True, "ignore_eos": True},
+                )  # fmt: skip
+        try:
+            found = completion.choices[0].logprobs
+            pairs = zip(found.tokens, found.top_logprobs, strict=True)  # type: ignore[union-attr, arg-type]
+            read = [
+                ReadToken(_token_id(token), {_token_id(other): value for other, value in (likeliest or {}).items()})
+                for token, likeliest in pairs
+            ]
+        except (AttributeError, IndexError, TypeError, ValueError):
+            read = []
+        before = [token for token, _ in read[: len(prompt)]] if echo else []
+        if len(read) <= len(before) or before != list(prompt) * echo:
+            raise UpstreamError(
+                f"{self.config.url}: expected log probabilities of {'the prompt and ' * echo}the completion by token "
+                "id (vLLM's echo, logprobs and return_tokens_as_token_ids), got none. Use aspd.fields: parallel or "
+                "serial."
+            )
+        return read
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise errors of the client as `UpstreamError`."""
+        try:
+            yield
         except openai.APIStatusError as error:
             raise UpstreamError(f"{self.config.url}: status {error.status_code}: {error.message}") from None
         except openai.APIError as error:
             raise UpstreamError(f"{self.config.url}: {error}") from None
         except ValueError as error:
-            raise UpstreamError(f"{self.config.url}: expected a stream of completions, got: {error}") from None
-        if not ended:
-            raise UpstreamError(f"{self.config.url}: expected a whole completion, got a stream without a finish_reason")
+            raise UpstreamError(f"{self.config.url}: expected a completion, got: {error}") from None
+
+
+def _token_id(text: str) -> int:
+    """Return the id of a token that is named by it."""
+    return int(text.removeprefix("token_id:"))

@@ -156,7 +156,7 @@ class _Server:
         """Answer a request for OpenAI's completions."""
         decode, prompts = self._engine.lm.codec.text.decode, body.prompts
         texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if body.echo else []
-        answer = await self._answer(request, body, prompts, Text(texts, body.choices))
+        answer = await self._answer(request, body, prompts, Text(texts, body.choices, body.return_tokens_as_token_ids))
         return await name_ignored(reply(answer), body.ignored)
 
     async def decide(self, request: Request, body: DecisionsRequest) -> Response:

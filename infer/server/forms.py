@@ -186,12 +186,13 @@ class Text(Form):
     Args:
         prompts: texts that the answers begin with (`echo`); empty: none.
         answers: number of answers per prompt.
+        as_ids: whether log probabilities name tokens by id, as `token_id:5`, and not by text.
     """
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, prompts: Sequence[str], answers: int) -> None:
-        self._prompts, self._answers = prompts, answers
+    def __init__(self, prompts: Sequence[str], answers: int, as_ids: bool = False) -> None:
+        self._prompts, self._answers, self._as_ids = prompts, answers, as_ids
 
     def _echo(self, number: int) -> str:
         return self._prompts[number // self._answers] if self._prompts else ""
@@ -212,7 +213,7 @@ class Text(Form):
 
     def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any:
         def text(id: int) -> str:
-            return codec.decode([id]) or codec.spell([id])
+            return f"token_id:{id}" if self._as_ids else codec.decode([id]) or codec.spell([id])
 
         def top(token: TokenLogprob) -> dict[str, float] | None:
             if token.logprob is None:

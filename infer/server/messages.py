@@ -645,6 +645,7 @@ class CompletionRequest(Completion):
     max_tokens: Annotated[Int, Field(ge=0, lt=1 << 31)] = 16
     logprobs: TopLogprobs | None = None
     echo: StrictBool = False
+    return_tokens_as_token_ids: StrictBool = False
 
     @property
     def alternatives(self) -> int | None:

@@ -3,8 +3,8 @@
     python -m tests.helpers.decision_quality run MODEL FILE [--minutes N]   # resumes; needs the package jevbench
     python -m tests.helpers.decision_quality table FILE...
 
-JevBench has no published answers. Those used here follow by its own rules from what a case states literally: declared
-numbers, and names of options of which one occurs.
+JevBench has no answers. Those in `decision_labels.json` were given by hand, by reading its first two cases of each
+domain: all predicates, and the choices that the case states.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import random
-import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,48 +22,24 @@ import numpy as np
 from infer.decisions import MAX_ORDERS, Option, Question, decide, read_labels
 from infer.evaluation.intervals import interval
 
+LABELS = Path(__file__).with_name("decision_labels.json")
 LEAST = 5  # questions of a type in the table
 TYPES = {"noul": "predicates", "choice": "choices", "score": "scores"}
 
 
-def answers() -> dict[str, dict[str, tuple[dict[str, Any], int]]]:
-    """Return questions in JevBench's form with the index of the right option, by case and name; cases in any order."""
-    jevbench = importlib.import_module("jevbench")
-    spec = importlib.import_module("jevbench.datagen.spec")
+def answers(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, tuple[dict[str, Any], int]]]:
+    """Return questions in JevBench's form with the index of the right option, by case and name."""
     found: dict[str, dict[str, tuple[dict[str, Any], int]]] = {}
-    for row in _cases(jevbench).values():
-        module = importlib.import_module(f"jevbench.datagen.domains.{row['domain']}")
-        domain = next(value for value in vars(module).values() if isinstance(value, spec.Domain))
-        limits = {limit["subject"]: limit["value"] for limit in row["thresholds"]}
-        subjects = {fact.name: getattr(fact, "subject", None) for fact in domain.facts}
-        facts = {name: limits[subject] for name, subject in subjects.items() if subject in limits}
-        for fact in domain.facts:
-            if fact.kind == "cat" and fact.values and not getattr(fact, "labels", None):
-                named = [
-                    one for one in fact.values if re.search(rf"(?<!\w){re.escape(str(one))}(?!\w)", row["state"], re.I)
-                ]
-                facts |= {fact.name: named[0]} if len(named) == 1 else {}
-        rules = {question.key: question for question in domain.questions}
-        for name, asked in row["questions"].items():
-            rule = rules.get(name)
-            if rule is None or not set(rule.depends) <= set(facts):
-                continue
-            try:
-                right = rule.answer(facts, dict.fromkeys(facts, "stated"))
-            except Exception:  # the rule needs what the case does not state
-                continue
-            if right is None or right == spec.UNKNOWN:
-                continue
-            options = list(asked.get("criteria", ()))
-            index = (
-                options.index(right) if asked["type"] == "choice" else int(right) if options else int(right is not True)
-            )
-            found.setdefault(row["id"], {})[name] = asked, index
+    for id, right in json.loads(LABELS.read_text()).items():
+        asked = cases[id]["questions"]
+        found[id] = {name: (asked[name], number) for number, key in enumerate(("true", "false")) for name in right[key]}
+        for name, value in right["choices"].items():
+            found[id][name] = asked[name], list(asked[name]["criteria"]).index(value)
     return found
 
 
-def _cases(jevbench: Any) -> dict[str, dict[str, Any]]:
-    file = Path(jevbench.__file__).parent / "suites" / "jevbench-240" / "cases.jsonl"
+def _cases() -> dict[str, dict[str, Any]]:
+    file = Path(str(importlib.import_module("jevbench").__file__)).parent / "suites" / "jevbench-240" / "cases.jsonl"
     return {row["id"]: row for row in map(json.loads, file.read_text().splitlines())}
 
 
@@ -88,10 +62,8 @@ def run(model: str, file: Path, minutes: float) -> None:
     done, priors = {(r["id"], r["name"]) for r in records}, {json.dumps(r["asked"]): r["prior"] for r in records}
     lm = load_model(model)
     engine, codec, begun = Engine(lm, max_length=4096, max_batch=1), lm.codec.text, time.monotonic()
-    right, cases = answers(), _cases(importlib.import_module("jevbench"))
-    ids = sorted(right)
-    random.Random(0).shuffle(ids)
-    ids.sort(key=lambda id: all(asked["type"] == "noul" for asked, _ in right[id].values()))
+    cases = _cases()
+    right = answers(cases)
 
     def logprobs(text: str, asked: Sequence[dict[str, Any]]) -> list[list[list[float]]]:
         """Return those of the options by question and order; the last order is the reversed one."""
@@ -112,7 +84,7 @@ def run(model: str, file: Path, minutes: float) -> None:
         return [[order.read(scores).tolist() for order in orders] for orders in labels]
 
     with file.open("a") as log:
-        for id in ids:
+        for id in right:
             todo = {name: pair for name, pair in right[id].items() if (id, name) not in done}
             if not todo or time.monotonic() - begun > 60 * minutes:
                 continue
@@ -140,7 +112,7 @@ def rows(records: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
         right = np.asarray([record["right"] for record in own])
         chance = np.mean([1 / len(record["main"][0]) for record in own])
         turned = -1  # of predicates, the second order is the reversed one
-        ways = {
+        ways: dict[str, list[tuple[Any, Any]]] = {
             "given order": [(r["main"][:1], None) for r in own],
             "reversed": [(r["main"][turned:], None) for r in own],
             "`orders`": [(_orders(r["main"], kind), None) for r in own],

@@ -97,7 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": CORE,
     "offline": CORE | {"bench"},
     "server": CORE | {"lockstep"},
-    "proxy": {"answers", "request", "server"},
+    "proxy": {"answers", "control", "request", "server"},
     "evaluation": CORE | {"bench", "server"},
 }
 PACKAGES = {"decode", "control", "scheduling", "answers", "bench", "offline", "server", "proxy", "evaluation", "launch"}

@@ -1,0 +1,157 @@
+"""Exact fields on an upstream server: a draft, checked by the log probabilities of a prompt (protocol, section 5).
+
+The answer is the one of greedy decoding under the grammar of the answer. The proxy follows the grammar itself: the next
+token is the likeliest that it permits. The server needs no grammar, but has to return the likeliest tokens in the place
+of each token of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+
+import numpy as np
+
+from aspd_jax.errors import RequestError
+from aspd_jax.grammar_limits import limit_error
+from aspd_jax.structure import Serial
+from aspd_jax.tokens import TextCodec
+from infer.answers.events import Event
+from infer.control.draft_text import DraftText
+from infer.control.masks import drafted, next_mask, permits, tokens_of
+from infer.control.schemas import Schemas
+from infer.proxy.answering import Proxied
+from infer.proxy.filling_upstream import TemplateFilling
+from infer.proxy.upstream import ReadToken, Upstream, UpstreamError
+from infer.request import SamplingParams
+
+ALTERNATIVES = 20  # likeliest tokens that are requested in each place: the maximum of vLLM by default
+MAX_CHECKED = 256  # maximum draft tokens of a request
+RUN = 8  # tokens of a request where the answer differs from its draft
+BIAS = 100.0  # number added to the logits of permitted tokens where none of the likeliest is permitted
+
+
+class ExactAnswering:
+    """Decoder of answers that are drafted as a template, and then checked on the server.
+
+    Args:
+        upstream: the server.
+        filling: client that fills templates.
+        codec: codec of the checkpoint's tokenizer.
+        end_ids: ids of the tokens that end an answer.
+    """
+
+    def __init__(self, upstream: Upstream, filling: TemplateFilling, codec: TextCodec, end_ids: Sequence[int]) -> None:
+        self._upstream, self._filling, self._codec, self._ends = upstream, filling, codec, frozenset(end_ids)
+        self._schemas = Schemas(lambda: codec, end_ids, len(codec.byte_tokens.tokens))
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Check that an answer can be decoded.
+
+        Raises:
+            RequestError: it is not greedy, or the grammar is malformed.
+        """
+        for name, value, expected in (
+            ("temperature", sampling.temperature, 0.0),
+            ("repetition_penalty", sampling.repetition_penalty, 1.0),
+        ):
+            if value != expected:
+                raise RequestError(f"{name}: expected {expected:g} with exact fields over an upstream, got {value:g}")
+        self._schemas.check_all(sampling)
+
+    async def events(
+        self, prompt: Sequence[int], limit: int, sampling: SamplingParams, answer: Proxied
+    ) -> AsyncGenerator[Event, None]:
+        """Decode an answer and yield its events (`infer.answers.events`) without `done`.
+
+        Args:
+            prompt: token ids.
+            limit: maximum tokens of the answer.
+            sampling: sampling parameters that `check` accepts.
+            answer: state that is updated.
+
+        Raises:
+            UpstreamError: the upstream refuses a request, fails, or does not return what the check needs.
+            RequestError: the answer exceeds a limit of the grammar library.
+        """
+        assert sampling.answer_grammar is not None
+        matcher = self._schemas.matcher(*sampling.answer_grammar)
+        draft = DraftText(await self._draft(prompt, sampling, limit, answer), self._codec)
+        written, stream, words = list[int](), self._codec.stream(), self._schemas.words
+        answer.items, answer.tokens = [Serial("")], 0
+        while not answer.finish_reason:
+            most = min(limit - len(written), MAX_CHECKED)
+            tokens, _, known = drafted(matcher.copy(), draft.copy(), most, self._ends, words)
+            checks = not all(known[: len(tokens)])
+            if checks:
+                read = await self._read([*prompt, *written, *tokens], 1, answer, echo=True)
+                read = read[-len(tokens) - 1 :]
+            elif tokens:
+                read = [ReadToken(token, {}) for token in tokens]
+            else:
+                read = await self._read([*prompt, *written], RUN, answer)
+            for token, likeliest in read:
+                chosen = await self._choose(next_mask(matcher, words), likeliest, [*prompt, *written], answer)
+                if chosen in self._ends:
+                    answer.finish_reason = "stop"
+                    break
+                written.append(chosen)
+                matcher.take([chosen])
+                draft.follow([chosen])
+                if matcher.error:
+                    raise RequestError(limit_error(*sampling.answer_grammar, matcher.error))
+                if len(written) == limit:
+                    answer.finish_reason = "length"
+                if answer.finish_reason or chosen != token or not (tokens or draft.next() is None):
+                    break
+            shown = len(stream.text)
+            stream.extend(written)
+            answer.items, answer.tokens = [Serial(stream.text)], len(written)
+            if new := stream.text[shown:]:
+                yield Event("token", text=new)
+
+    async def _draft(self, prompt: Sequence[int], sampling: SamplingParams, limit: int, answer: Proxied) -> str:
+        """Return the template of an answer, filled; empty: it has none, or the budget has no room for its leads."""
+        template = sampling.draft_template
+        if template is None:
+            return ""
+        try:
+            self._filling.check(template, limit)
+        except RequestError:  # the answer is decoded without a draft
+            return ""
+        drafted, opening = Proxied(), self._codec.encode_exactly(template.opening)
+        events = self._filling.events([*prompt, *opening], template, limit, sampling, drafted, in_order=True)
+        async with aclosing(events):
+            async for _ in events:
+                pass
+        answer.requests += drafted.requests
+        return drafted.text
+
+    async def _read(self, prompt: list[int], limit: int, answer: Proxied, echo: bool = False) -> list[ReadToken]:
+        """Count and send a request."""
+        answer.requests += 1
+        return await self._upstream.read(prompt, limit, ALTERNATIVES, echo=echo)
+
+    async def _choose(
+        self, mask: np.ndarray, likeliest: Mapping[int, float], prompt: list[int], answer: Proxied
+    ) -> int:
+        """Return the likeliest permitted token behind a prompt.
+
+        Args:
+            mask: permitted tokens, uint32 [W].
+            likeliest: log probabilities of the likeliest tokens, and perhaps of another one.
+            prompt: token ids.
+            answer: state of the answer, which counts requests.
+        """
+        permitted = tokens_of(mask)
+        if permitted.size == 1:
+            return int(permitted[0])
+        best = sorted(likeliest, key=lambda token: -likeliest[token])[:ALTERNATIVES]
+        if (chosen := next((token for token in best if permits(mask, token)), None)) is not None:
+            return chosen
+        answer.requests += 1
+        bias = {int(token): BIAS for token in permitted}
+        (read,) = await self._upstream.read(prompt, 1, ALTERNATIVES, bias=bias)
+        if not permits(mask, read.token):
+            raise UpstreamError(f"{self._upstream.config.url}: expected a token that logit_bias prefers, got another")
+        return read.token
