@@ -169,8 +169,8 @@ class Upstream:
             ]
         except (AttributeError, IndexError, TypeError, ValueError):
             read = []
-        before = [token for token, _ in read[: len(prompt)]] if echo else []
-        if len(read) <= len(before) or before != list(prompt) * echo:
+        before = list(prompt) if echo else []
+        if len(read) <= len(before) or [token for token, _ in read[: len(before)]] != before:
             raise UpstreamError(
                 f"{self.config.url}: expected log probabilities of {'the prompt and ' * echo}the completion by token "
                 "id (vLLM's echo, logprobs and return_tokens_as_token_ids), got none. Use aspd.fields: parallel or "

@@ -47,3 +47,7 @@ def test_calibration_error() -> None:
 def test_the_page_has_the_figures_of_the_results(file: Any) -> None:
     page = (ROOT / "docs" / "decisions.md").read_text()
     assert table(read(file)) in page
+    predicates, choices = (row[2].partition(" (")[0] for row in rows(read(file)) if row[1] == "`orders`")
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    shown = f"{choices} of 33 choices and {predicates} of 128" if "1.5b" in file.stem else f"{choices} and {predicates}"
+    assert shown in readme
