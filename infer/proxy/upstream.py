@@ -118,7 +118,7 @@ class Upstream:
         """
         bias: Mapping[str, int] = {str(token): -100 for token in forbidden}
         ended = False
-        with self._errors():
+        with self._errors("a stream of completions"):
             async with self._semaphore:
                 stream = await self._client.completions.create(
                     model=self.config.model, prompt=list(prompt), max_tokens=limit, stop=list(stop), stream=True,
@@ -153,7 +153,7 @@ class Upstream:
             UpstreamError: the upstream refuses the request, fails after all retries, or returns no log probabilities
                 with token ids.
         """
-        with self._errors():
+        with self._errors("a completion"):
             async with self._semaphore:
                 completion = await self._client.completions.create(
                     model=self.config.model, prompt=list(prompt), max_tokens=limit, temperature=0, echo=echo,
@@ -179,8 +179,8 @@ class Upstream:
         return read
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Raise errors of the client as `UpstreamError`."""
+    def _errors(self, expected: str) -> Iterator[None]:
+        """Raise errors of the client as `UpstreamError`; `expected`: what the upstream should return."""
         try:
             yield
         except openai.APIStatusError as error:
@@ -188,7 +188,7 @@ class Upstream:
         except openai.APIError as error:
             raise UpstreamError(f"{self.config.url}: {error}") from None
         except ValueError as error:
-            raise UpstreamError(f"{self.config.url}: expected a completion, got: {error}") from None
+            raise UpstreamError(f"{self.config.url}: expected {expected}, got: {error}") from None
 
 
 def _token_id(text: str) -> int:
