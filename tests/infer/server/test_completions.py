@@ -94,6 +94,11 @@ def test_echo_has_the_end_of_text_that_was_sampled(server: Running) -> None:
     """Check that echo returns one token more than the prompt has, whatever the model samples first."""
     end = server.engine.config.end[0]
     answer = post(server, prompt="x", max_tokens=1, echo=True, logprobs=1, logit_bias={end: 100})
+    named = post(
+        server, prompt="x", max_tokens=1, echo=True, logprobs=1, logit_bias={end: 100}, return_tokens_as_token_ids=True
+    )["choices"][0]["logprobs"]
+    assert named["tokens"] == [f"token_id:{token}" for token in (*server.engine.encode("x"), end)]
+    assert set(map(len, named["top_logprobs"][1:])) <= {1, 2} and named["text_offset"][0] == 0
     assert answer["choices"][0]["text"] == "x" and answer["choices"][0]["finish_reason"] == "stop"
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == len(server.engine.encode("x")) + 1
 
