@@ -67,7 +67,7 @@ def path_of(engine: Engine, ids: Sequence[int]) -> int:
     return path + ended
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize("after_block", [False, True])
 def test_stepwise_logits_equal_the_full_pass(engine: Engine, after_block: bool) -> None:
     special, codec = engine.config.special, engine.lm.codec

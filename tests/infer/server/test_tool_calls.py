@@ -485,6 +485,7 @@ def test_results_of_tools(server: Running, arguments: str) -> None:
     assert chat.usage is not None and response.usage.input_tokens == chat.usage.prompt_tokens
 
 
+@pytest.mark.further
 def test_calls_in_responses(server: Running) -> None:
     client = server.client()
     asked: Any = {"model": "demo", "input": "3 pens at $20", "temperature": 0, "tools": FLAT}
