@@ -81,17 +81,17 @@ class ExactAnswering:
         answer.items, answer.tokens = [Serial("")], 0
         while not answer.finish_reason:
             most = min(limit - len(written), MAX_CHECKED)
-            tokens, _, known = drafted(matcher.copy(), draft.copy(), most, self._ends, words)
-            checks = not all(known[: len(tokens)])
-            if checks:
-                read = await self._read([*prompt, *written, *tokens], 1, answer, echo=True)
-                read = read[-len(tokens) - 1 :]
-            elif tokens:
+            tokens, masks, known = drafted(matcher.copy(), draft.copy(), most, self._ends, words)
+            if not tokens:
+                read = await self._read([*prompt, *written], RUN, answer)
+            elif all(known[: len(tokens)]):
                 read = [ReadToken(token, {}) for token in tokens]
             else:
-                read = await self._read([*prompt, *written], RUN, answer)
-            for token, likeliest in read:
-                chosen = await self._choose(next_mask(matcher, words), likeliest, [*prompt, *written], answer)
+                read = await self._read([*prompt, *written, *tokens], 1, answer, echo=True)
+                read = read[-len(tokens) - 1 :]
+            for place, (token, likeliest) in enumerate(read):
+                mask = masks[place] if place < len(masks) else next_mask(matcher, words)
+                chosen = await self._choose(mask, likeliest, [*prompt, *written], answer)
                 if chosen in self._ends:
                     answer.finish_reason = "stop"
                     break
@@ -127,10 +127,17 @@ class ExactAnswering:
         answer.requests += drafted.requests
         return drafted.text
 
-    async def _read(self, prompt: list[int], limit: int, answer: Proxied, echo: bool = False) -> list[ReadToken]:
-        """Count and send a request."""
+    async def _read(
+        self,
+        prompt: list[int],
+        limit: int,
+        answer: Proxied,
+        echo: bool = False,
+        bias: Mapping[int, float] | None = None,
+    ) -> list[ReadToken]:
+        """Count and send a request (`Upstream.read`)."""
         answer.requests += 1
-        return await self._upstream.read(prompt, limit, ALTERNATIVES, echo=echo)
+        return await self._upstream.read(prompt, limit, ALTERNATIVES, echo, bias)
 
     async def _choose(
         self, mask: np.ndarray, likeliest: Mapping[int, float], prompt: list[int], answer: Proxied
@@ -149,9 +156,7 @@ class ExactAnswering:
         best = sorted(likeliest, key=lambda token: -likeliest[token])[:ALTERNATIVES]
         if (chosen := next((token for token in best if permits(mask, token)), None)) is not None:
             return chosen
-        answer.requests += 1
-        bias = {int(token): BIAS for token in permitted}
-        (read,) = await self._upstream.read(prompt, 1, ALTERNATIVES, bias=bias)
+        (read,) = await self._read(prompt, 1, answer, bias={int(token): BIAS for token in permitted})
         if not permits(mask, read.token):
             raise UpstreamError(f"{self._upstream.config.url}: expected a token that logit_bias prefers, got another")
         return read.token

@@ -51,7 +51,7 @@ def test_answers_are_those_of_serial_mode(
 
 
 @pytest.mark.further
-def test_drafts_save_requests_and_change_nothing(real: str, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_changes_nothing(real: str, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     schema = SCHEMAS["nested"]
     parallel, exact = ask_fields(real, schema), ask_fields(real, schema, aspd={"fields": "exact"})
     assert text_of(parallel) != text_of(exact), "the draft is corrected"
