@@ -1,8 +1,9 @@
 """Computations in forms that XLA compiles to faster programs on CPU; other platforms use the plain form.
 
-Measured on a step of SmolLM2-135M on 2 cores: `einsum` makes all products 5 times faster, and splitting kernels saves
-another fifth for one row; `materialise` saves 4 to 8 % from 8 branches on. `bound_from_largest` makes top-k and top-p
-together 6 times faster (32 lanes, vocabulary 151,936). Tests set `PLAIN` to disable all three.
+Measured on 2 cores: `einsum` makes all products of SmolLM2-135M 5 times faster, splitting kernels saves another fifth
+for one row, and multiplying with the kernel on the left halves the time for 2 to 16 rows (`aspd bench decode`);
+`materialise` saves 4 to 8 % from 8 branches on. `bound_from_largest` makes top-k and top-p together 6 times faster (32
+lanes, vocabulary 151,936). Tests set `PLAIN` to disable all of them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,7 @@ LARGE_KERNEL = 1 << 16  # elements; smaller kernels fit in the cache of one core
 
 
 def letters(equation: str) -> tuple[str, str, str]:
-    """Split the equation of a linear layer, "...I,K->...O", into the axis letters of inputs, kernel and outputs.
-
-    The kernel is either IO, inputs first, or OI.
-    """
+    """Split the equation of a linear layer, "...I,OI->...O", into the axis letters of inputs, kernel and outputs."""
     operands, _, outputs = equation.replace("...", "").partition("->")
     inputs, _, kernel = operands.partition(",")
     return inputs, kernel, outputs
@@ -35,37 +33,32 @@ def einsum(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any = None) ->
 
     XLA on CPU transposes a kernel before a product over more than two axes, so kernels are reshaped to matrices on
     CPU. XLA also runs the product of a single row on one core, but distributes batched products over cores. A large
-    kernel that is applied to one row is therefore split into a batch of two halves along its first axis.
+    kernel that is applied to one row is therefore split into a batch of two halves along its first axis. XLA repacks
+    the right operand of a product before it multiplies, so for several rows the kernel is the left one; the barriers
+    keep XLA from exchanging the operands.
 
     Args:
         equation: equation of the layer.
         x: activations [..., *inputs].
-        kernel: [*inputs, *outputs] or [*outputs, *inputs].
+        kernel: [*outputs, *inputs].
         dtype: dtype of the sums; default: the dtype of the operands.
 
     Returns:
         [..., *outputs].
     """
-    inputs, axes, outputs = letters(equation)
-    inputs_first = axes == inputs + outputs
-    outer = x.shape[: x.ndim - len(inputs)]
-    cut = len(inputs) if inputs_first else len(outputs)
-    features = kernel.shape[cut:] if inputs_first else kernel.shape[:cut]
+    inputs, _, outputs = letters(equation)
+    outer, features = x.shape[: x.ndim - len(inputs)], kernel.shape[: len(outputs)]
     whole = partial(jnp.einsum, equation, preferred_element_type=dtype)
 
     def as_matrices(x: jax.Array, kernel: jax.Array) -> jax.Array:
         rows = x.reshape(prod(outer), prod(x.shape[len(outer) :]))
-        matrix = kernel.reshape(prod(kernel.shape[:cut]), prod(kernel.shape[cut:]))
-        large = kernel.size >= LARGE_KERNEL and kernel.dtype == jnp.float32 and len(matrix) % 2 == 0
-        if len(rows) != 1 or not large:
-            of_matrix = "ri,io->ro" if inputs_first else "ri,oi->ro"
-            return jnp.einsum(of_matrix, rows, matrix, preferred_element_type=dtype).reshape(*outer, *features)
-        halves = matrix.reshape(2, -1, matrix.shape[1])
-        if inputs_first:
-            sums = jnp.einsum("hi,hio->ho", rows.reshape(2, -1), halves, preferred_element_type=dtype).sum(axis=0)
-        else:
-            both = jnp.broadcast_to(rows, (2, rows.size))
+        matrix = kernel.reshape(prod(features), rows.shape[1])
+        if len(rows) == 1 and kernel.size >= LARGE_KERNEL and kernel.dtype == jnp.float32 and len(matrix) % 2 == 0:
+            both, halves = jnp.broadcast_to(rows, (2, rows.size)), matrix.reshape(2, -1, matrix.shape[1])
             sums = jnp.einsum("hi,hoi->ho", both, halves, preferred_element_type=dtype)
+        else:
+            barrier = jax.lax.optimization_barrier
+            sums = barrier(jnp.dot(matrix, barrier(rows.T), preferred_element_type=dtype)).T
         return sums.reshape(*outer, *features)
 
     return whole(x, kernel) if PLAIN else jax.lax.platform_dependent(x, kernel, cpu=as_matrices, default=whole)

@@ -17,7 +17,7 @@ from aspd_jax.errors import CheckpointError
 from aspd_jax.model.adapter import EMBEDDING, HEAD, Adapter
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.vocabulary import NEW_TOKENS
-from aspd_jax.model.weights import ADAPTERS, MADE_HERE, WRITING, Path_, Tensor, input_axes, tensors_of
+from aspd_jax.model.weights import ADAPTERS, MADE_HERE, Path_, Tensor, input_axes, tensors_of
 
 # Names of the embedding and of an untied head in an adapter, and the paths of their parameters.
 ROWS = {"embedding": EMBEDDING, "head": HEAD}
@@ -48,7 +48,6 @@ def merge_adapters(config: ModelConfig, parameters: Any) -> Any:
             kernel = kernel.astype(np.float32) * scale
         if down is not None and up is not None:
             change = np.tensordot(np.asarray(jax.device_get(up)), np.asarray(jax.device_get(down)), 1)
-            change = np.moveaxis(change, 0, -1) if path[-2] in WRITING else change
             kernel = kernel.astype(np.float32) + config.lora_alpha / config.lora_rank * change
         merged[path] = kernel.astype(dtype)
     for name, target in KERNELS.items():

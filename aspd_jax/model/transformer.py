@@ -71,14 +71,12 @@ class RMSNorm(nn.Module):
 class Projection(nn.Module):
     """A linear layer, stated as an einsum of activations and kernel.
 
-    The last axis of every kernel is the hidden size: a layer that reads the residual stream has the kernel [*outputs,
-    D], and a layer that writes to it [*inputs, D]. CPU and TPU compilers then read the kernel without a transpose, for
-    one token and for many. A low-rank adapter (LoRA: Hu et al., 2021) may be added to the kernel, and the kernel may be
-    int8 with one float32 scale per output.
+    Every kernel is [*outputs, *inputs], as in Hugging Face checkpoints. A low-rank adapter (LoRA: Hu et al., 2021) may
+    be added to it, and it may be int8 with one float32 scale per output.
 
     Attributes:
         config: configuration of the model.
-        equation: "...inputs,kernel->...outputs", in the letters of `AXES`.
+        equation: "...I,OI->...O", in the letters of `AXES`; I and O stand for one letter or several.
         parts: size of P.
         bias: whether the layer has a bias.
         adapted: whether the layer follows `lora_rank` and `weights` of the configuration.
@@ -146,14 +144,11 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
 
 def fan_in_normal(equation: str) -> Any:
     """Return LeCun's initialiser for the kernel of a linear layer."""
-    inputs, axes, outputs = letters(equation)
-    inputs_first = axes == inputs + outputs
-    cut = len(inputs) if inputs_first else len(outputs)
+    _, _, outputs = letters(equation)
 
     def make(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        flat = (prod(shape[:cut]), prod(shape[cut:]))
-        normal = nn.initializers.lecun_normal(in_axis=1 - inputs_first, out_axis=int(inputs_first))
-        return normal(key, flat, dtype).reshape(shape)
+        flat = (prod(shape[: len(outputs)]), prod(shape[len(outputs) :]))
+        return nn.initializers.lecun_normal(in_axis=1, out_axis=0)(key, flat, dtype).reshape(shape)
 
     return make
 
@@ -230,7 +225,7 @@ class AttentionLayer(nn.Module):
                 parts.append(of_part.reshape(-1, *of_part.shape[2:]))
             out = jnp.concatenate(parts)[context.rows.place]
         out = out.reshape(query.shape)
-        return Projection(c, "...NH,NHD->...D", bias=c.output_bias, name="output")(out, ranks), cache
+        return Projection(c, "...NH,DNH->...D", bias=c.output_bias, name="output")(out, ranks), cache
 
 
 class FeedForward(nn.Module):
@@ -244,7 +239,7 @@ class FeedForward(nn.Module):
         c = self.config
         bias = c.feed_forward_bias
         gate_up = Projection(c, "...D,PFD->...PF", 2, bias=bias, name="gate_up")(x, ranks)
-        down = Projection(c, "...F,FD->...D", bias=bias, name="down")
+        down = Projection(c, "...F,DF->...D", bias=bias, name="down")
         return down(ACTIVATION[c.activation](gate_up[..., 0, :]) * gate_up[..., 1, :], ranks)
 
 

@@ -50,7 +50,7 @@ class NewTokens(nn.Module):
             of_adapter = adapter[..., None] == jnp.arange(self.config.adapters)
             is_new = (of_adapter[..., None] & is_new[..., None, :]).reshape(*tokens.shape, -1)
         table = self.embedding.reshape(-1, self.embedding.shape[-1]).astype(x.dtype)
-        rows = einsum("...T,TD->...D", is_new.astype(x.dtype), table)
+        rows = is_new.astype(x.dtype) @ table
         return jnp.where(is_new.any(axis=-1, keepdims=True), rows, x)
 
 

@@ -26,10 +26,6 @@ from aspd_jax.sharding import shardings
 Path_ = tuple[str, ...]
 ADAPTERS = ("lora_down", "lora_up")
 MADE_HERE = ("kernel_scale", *ADAPTERS)  # parameters that are not in a Hugging Face checkpoint
-# Linear layers that write to the residual stream, and the input axes of their kernels: heads and head size, or the
-# inner size. All other layers read the residual stream, and their input is the last axis.
-WRITING = {"output": (-3, -2), "down": (-2,)}
-
 OF_VOCABULARY = ("embedding", "head")  # parameters with a row for each token
 OUTSIDE_LAYERS = {
     "model.embed_tokens.weight": ("embedding", "embedding"),
@@ -74,11 +70,6 @@ class Tensor(NamedTuple):
     part: slice | None = None
 
     @property
-    def transposed(self) -> bool:
-        """Return whether the inputs of the kernel are its first axes; in Hugging Face tensors they are last."""
-        return self.path[-1] == "kernel" and self.path[-2] in WRITING
-
-    @property
     def axis(self) -> int:
         """Return the `part` axis, counted from the end; the axes after it are the outputs of a part and the inputs."""
         return -3 if self.path[-1] == "kernel" else -2
@@ -100,7 +91,7 @@ class Tensor(NamedTuple):
 
     def read(self, tensor: np.ndarray, whole: tuple[int, ...]) -> np.ndarray:
         """Convert a Hugging Face tensor to its part of a parameter of shape `whole`."""
-        return np.ascontiguousarray(tensor.T if self.transposed else tensor).reshape(self.shape(whole))
+        return np.ascontiguousarray(tensor).reshape(self.shape(whole))
 
     def cut(self, whole: np.ndarray) -> np.ndarray:
         """Select the part from a whole parameter; the size of the last axis of a kernel may differ."""
@@ -112,7 +103,7 @@ class Tensor(NamedTuple):
         """Convert the whole parameter to the Hugging Face tensor."""
         parameter = self.cut(parameter)
         size = self.size(parameter.shape)
-        return np.ascontiguousarray(parameter.reshape(size[::-1]).T if self.transposed else parameter.reshape(size))
+        return np.ascontiguousarray(parameter.reshape(size))
 
 
 def abstract_parameters(model: Transformer) -> Any:
@@ -144,8 +135,8 @@ def tensors_of(config: ModelConfig, paths: Iterable[Path_]) -> dict[str, Tensor]
 
 
 def input_axes(path: Path_) -> tuple[int, ...]:
-    """Return the input axes of a kernel."""
-    return WRITING.get(path[-2], (-1,))
+    """Return the input axes of a kernel: heads and head size behind attention, the last axis elsewhere."""
+    return (-2, -1) if path[-2] == "output" else (-1,)
 
 
 def load_parameters(

@@ -185,8 +185,8 @@ def test_parameters_land_in_their_shardings(shape: dict[str, int], tmp_path: Pat
         ("embedding", "embedding"): (tensor, fsdp),
         ("layer_0", "attention", "query_key_value", "kernel"): (tensor, None, None, fsdp),
         ("layer_0", "feed_forward", "gate_up", "kernel"): (None, tensor, fsdp),
-        ("layer_1", "attention", "output", "kernel"): (tensor, None, fsdp),
-        ("layer_0", "feed_forward", "down", "kernel"): (tensor, fsdp),
+        ("layer_1", "attention", "output", "kernel"): (fsdp, tensor, None),
+        ("layer_0", "feed_forward", "down", "kernel"): (fsdp, tensor),
         ("layer_0", "attention_norm", "scale"): (None,),
     }
     for path, spec in expected.items():
