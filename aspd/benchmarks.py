@@ -25,6 +25,8 @@ from aspd.options import (
 from aspd_jax.errors import RequestError
 from aspd_jax.files import write_whole
 
+ANSWERS = ("2x240", "4x120", "8x60", "16x30")  # scripted answers of `aspd bench decode`
+
 
 def add(commands: Any) -> None:
     """Add the commands of this module to the parser."""
@@ -51,9 +53,8 @@ def add(commands: Any) -> None:
     decode.add_argument(
         "--answers",
         nargs="*",
-        default=["2x240", "4x120", "8x60", "16x30"],
         metavar="NxT",
-        help="number of branches x tokens of a branch",
+        help=f"branches x tokens of a branch; default: {' '.join(ANSWERS)}, and none without structure tokens",
     )
     decisions = kinds.add_parser(
         "decisions", help="questions about one input: one pass, a request for each, serial JSON",
@@ -119,7 +120,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     positive(options, "context", "batch", "repeats")
     if options.widths and (options.widths[0] != 1 or any(w < 1 or w & (w - 1) for w in options.widths)):
         raise RequestError(f"--widths: expected powers of two that start with 1, got {options.widths}")
-    answers = answer_structures(options.answers)
+    answers = answer_structures(ANSWERS if options.answers is None else options.answers)
     attention = options.decode_attention
     if options.model:
         lm = load_model(options.model, options.dtype, adapter=options.adapter, decode_attention=attention)
@@ -134,6 +135,10 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         )
         del exact
     name, machine, copied = options.model or options.shape, where(), copy_bandwidth(options.repeats)
+    if lm.special_tokens is not None and any(map(lm.config.is_unused, lm.special_tokens.ids)):
+        if options.answers:
+            raise RequestError(f"--answers: expected a model with structure tokens, got {name} without them")
+        answers = []
     runs: list[dict[str, Any]] = []
 
     def note() -> None:

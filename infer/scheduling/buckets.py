@@ -118,7 +118,7 @@ class Buckets:
         """Return (tokens, per_row, longest) of the programs for `rows` rows, as in `Bucket`."""
         branches, largest = self._branches, self._max_tokens
         if rows == 1:
-            tokens = sorted({1, *powers(4, branches), branches, PROMPT_BESIDE, largest})
+            tokens = sorted({1, *powers(4, branches), branches, PROMPT_BESIDE, 2 * PROMPT_BESIDE, largest})
             return [(size, size, 0) for size in tokens if size == 1 or size >= min(self.free, branches)]
         widths = spaced(2 * max(next_power(rows), branches), min(next_power(rows) * branches, largest))
         sizes = [(next_power(rows), 1, 0), *((tokens, branches, 0) for tokens in widths)]
@@ -128,8 +128,7 @@ class Buckets:
                 *((tokens, PROMPT_BESIDE, 0) for tokens in (2 * PROMPT_BESIDE, largest)),
                 (largest, largest, 0),
             ]
-        if branches < PROMPT_BESIDE:
-            sizes.append((PROMPT_BESIDE, branches, PROMPT_BESIDE))
+        sizes += [(tokens, branches, tokens) for tokens in (PROMPT_BESIDE, 2 * PROMPT_BESIDE) if branches < tokens]
         drafting = next_power(self.config.max_branches * (1 + self.config.draft_tokens))
         return [*sizes, (largest, min(largest, max(PROMPT_BESIDE, branches, drafting)), largest)]
 
@@ -231,6 +230,10 @@ class Buckets:
         )
 
     def prefill_chunk(self, tokens: int) -> int:
-        """Return the tokens of the largest bucket of one row that the rest of a prompt fills at least half."""
-        sizes = [bucket.max_per_row for bucket in self.buckets if bucket.rows == self._alone]
-        return max(size for size in sizes if size <= 2 * max(tokens, 1))
+        """Return the tokens of the bucket of one row for the next tokens of a prompt: the largest that is half full.
+
+        Where each token costs time, a program for more than `PROMPT_BESIDE` tokens has to be full.
+        """
+        half = 2 * max(tokens, 1)
+        most = half if self.free > 1 else max(min(half, PROMPT_BESIDE), tokens)
+        return max(b.max_per_row for b in self.buckets if b.rows == self._alone and b.max_per_row <= most)

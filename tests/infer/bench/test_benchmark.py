@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import aspd
+import aspd_jax
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import as_int8
@@ -79,6 +80,23 @@ def test_the_command_prints_writes_and_draws(tiny: LanguageModel, capsys: Any, t
     record = json.loads(out.read_text())
     assert [run["context"] for run in record["runs"]] == [16]
     assert [p["width"] for p in record["runs"][0]["steps"]] == [1, 4]
+
+
+def test_a_model_without_structure_tokens_has_no_scripted_answers(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Refused before anything is measured where they are asked for, and otherwise left out."""
+    demo = load_model("demo")
+    assert demo.special_tokens is not None
+    unused = tuple((token, token + 1) for token in demo.special_tokens.ids)
+    monkeypatch.setattr(
+        aspd_jax, "load_model", lambda *_, **__: replace(demo, config=replace(demo.config, unused_tokens=unused))
+    )
+    command = ["bench", "decode", "--model", "plain", "--widths", "--repeats", "1"]
+    assert aspd.main([*command, "--answers", "2x10"]) == 2
+    out, error = capsys.readouterr()
+    assert not out and "--answers: expected a model with structure tokens, got plain without them" in error
+    assert aspd.main(command) == 0
+    out = capsys.readouterr().out
+    assert "peak memory" in out and "Answers" not in out
 
 
 def test_int8_says_how_far_its_logits_are_off(tiny: LanguageModel, tmp_path: Path, capsys: Any) -> None:

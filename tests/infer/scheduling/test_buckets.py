@@ -145,7 +145,7 @@ def test_where_width_is_free_narrow_steps_stay_in_one_program() -> None:
     """Check known text of 8 tokens; negative control: on CPU, a narrow program takes it, and is left for one token."""
     config = config_for(16)
     free, narrow = (Step(buckets_for(4, 512, config, width), [Row(PROMPT, 8, 1, 90)]) for width in (16, 1))
-    assert sorted({bucket.tokens for bucket in free.buckets.buckets if bucket.rows == 1}) == [1, 16, 64, 512]
+    assert sorted({bucket.tokens for bucket in free.buckets.buckets if bucket.rows == 1}) == [1, 16, 64, 128, 512]
     for step, size, smaller in ((free, 16, -1), (narrow, 8, 4)):
         bucket, least, _ = step.buckets.select(step.summary, True)
         assert (bucket.tokens, least) == (size, smaller)
@@ -239,6 +239,7 @@ def test_a_fork_is_left_for_a_program_of_its_branches() -> None:
     buckets = buckets_for(1, 1024, config_for(4))
     bucket, smaller, _ = buckets.select(Step(buckets, [Row(SERIAL, 17, 4, 100)]).summary, True)
     assert bucket.tokens == 64 and smaller >= 4
+    assert buckets.select(Step(buckets, [Row(SERIAL, 70, 4, 100)]).summary, True)[0].tokens == 128
     assert buckets.select(Step(buckets, [Row(SERIAL, 4, 4, 100)]).summary, True)[0].tokens == 4
 
 
@@ -249,7 +250,7 @@ def test_few_branches_have_a_program_of_their_own(branches: int, tokens: int) ->
 
 
 @pytest.mark.parametrize(
-    ("rows", "capacity", "count"), [(1, 2048, 12), (8, 2048, 22), (32, 2048, 24), (8, 32768, 44), (32, 32768, 48)]
+    ("rows", "capacity", "count"), [(1, 2048, 14), (8, 2048, 26), (32, 2048, 28), (8, 32768, 52), (32, 32768, 56)]
 )
 def test_there_are_few_programs(rows: int, capacity: int, count: int) -> None:
     buckets = buckets_for(rows, capacity, config_for(16)).buckets
@@ -281,8 +282,10 @@ def test_a_prompt_alone_goes_in_passes_that_are_half_full() -> None:
         bucket, smaller, _ = buckets.select(Step(buckets, rows).summary, True)
         piece = min(left, bucket.tokens)
         assert bucket.rows == 1 and bucket.tokens == bucket.per_row and 2 * piece >= bucket.tokens
+        assert bucket.tokens <= PROMPT_BESIDE or piece == bucket.tokens, "padding costs as much time as tokens"
         assert piece == left or smaller < left, "else the loop would end at once, and choose the same again"
     assert bucket.tokens == MAX_TOKENS
+    assert [buckets_for(8, 4096, config_for(16), free).prefill_chunk(300) for free in (1, 16)] == [128, 512]
 
 
 def test_a_prompt_beside_answers_holds_them_up_little() -> None:
