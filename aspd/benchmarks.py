@@ -126,6 +126,11 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         lm = load_model(options.model, options.dtype, adapter=options.adapter, decode_attention=attention)
     else:
         lm = benchmark_model(options.shape, options.dtype, attention)
+    name = options.model or options.shape
+    if lm.special_tokens is not None and any(map(lm.config.is_unused, lm.special_tokens.ids)):
+        if options.answers:
+            raise RequestError(f"--answers: expected a model with structure tokens, got {name} without them")
+        answers = []
     if options.weights == "int8":
         exact, lm = lm, as_int8(lm)
         error = logit_error(exact, lm)
@@ -134,11 +139,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
             f"same likeliest token at {error.same_likeliest:.1%} of 256 positions\n"
         )
         del exact
-    name, machine, copied = options.model or options.shape, where(), copy_bandwidth(options.repeats)
-    if lm.special_tokens is not None and any(map(lm.config.is_unused, lm.special_tokens.ids)):
-        if options.answers:
-            raise RequestError(f"--answers: expected a model with structure tokens, got {name} without them")
-        answers = []
+    machine, copied = where(), copy_bandwidth(options.repeats)
     runs: list[dict[str, Any]] = []
 
     def note() -> None:

@@ -21,11 +21,10 @@ LARGEST = 64  # logits among which a bound is sought first
 LARGE_KERNEL = 1 << 16  # elements; smaller kernels fit in the cache of one core, which gains nothing from a second core
 
 
-def letters(equation: str) -> tuple[str, str, str]:
-    """Split the equation of a linear layer, "...I,OI->...O", into the axis letters of inputs, kernel and outputs."""
+def letters(equation: str) -> tuple[str, str]:
+    """Return the axis letters of inputs and outputs of the equation of a linear layer, "...I,OI->...O"."""
     operands, _, outputs = equation.replace("...", "").partition("->")
-    inputs, _, kernel = operands.partition(",")
-    return inputs, kernel, outputs
+    return operands.partition(",")[0], outputs
 
 
 def einsum(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
@@ -46,7 +45,7 @@ def einsum(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any = None) ->
     Returns:
         [..., *outputs].
     """
-    inputs, _, outputs = letters(equation)
+    inputs, outputs = letters(equation)
     outer, features = x.shape[: x.ndim - len(inputs)], kernel.shape[: len(outputs)]
     whole = partial(jnp.einsum, equation, preferred_element_type=dtype)
 

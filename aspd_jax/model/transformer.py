@@ -99,7 +99,8 @@ class Projection(nn.Module):
             ranks: 0 or 1 for each token and rank of the adapters, [..., R]; None: all ranks are used.
         """
         c = self.config
-        inputs, axes, outputs = letters(self.equation)
+        inputs, outputs = letters(self.equation)
+        axes = outputs + inputs
         sizes = axis_sizes(c) | {"P": self.parts}
 
         def weight(name: str, make: Any, axes: str, dtype: Any = c.dtype) -> Any:
@@ -144,7 +145,7 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
 
 def fan_in_normal(equation: str) -> Any:
     """Return LeCun's initialiser for the kernel of a linear layer."""
-    _, _, outputs = letters(equation)
+    _, outputs = letters(equation)
 
     def make(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         flat = (prod(shape[: len(outputs)]), prod(shape[len(outputs) :]))

@@ -91,7 +91,7 @@ class Tensor(NamedTuple):
 
     def read(self, tensor: np.ndarray, whole: tuple[int, ...]) -> np.ndarray:
         """Convert a Hugging Face tensor to its part of a parameter of shape `whole`."""
-        return np.ascontiguousarray(tensor).reshape(self.shape(whole))
+        return tensor.reshape(self.shape(whole))
 
     def cut(self, whole: np.ndarray) -> np.ndarray:
         """Select the part from a whole parameter; the size of the last axis of a kernel may differ."""

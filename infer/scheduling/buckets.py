@@ -116,19 +116,19 @@ class Buckets:
 
     def _sizes(self, rows: int) -> list[tuple[int, int, int]]:
         """Return (tokens, per_row, longest) of the programs for `rows` rows, as in `Bucket`."""
-        branches, largest = self._branches, self._max_tokens
+        branches, wide, largest = self._branches, 2 * PROMPT_BESIDE, self._max_tokens
         if rows == 1:
-            tokens = sorted({1, *powers(4, branches), branches, PROMPT_BESIDE, 2 * PROMPT_BESIDE, largest})
+            tokens = sorted({1, *powers(4, branches), branches, PROMPT_BESIDE, wide, largest})
             return [(size, size, 0) for size in tokens if size == 1 or size >= min(self.free, branches)]
         widths = spaced(2 * max(next_power(rows), branches), min(next_power(rows) * branches, largest))
         sizes = [(next_power(rows), 1, 0), *((tokens, branches, 0) for tokens in widths)]
         if self._split:
             return [
                 *sizes,
-                *((tokens, PROMPT_BESIDE, 0) for tokens in (2 * PROMPT_BESIDE, largest)),
+                *((tokens, PROMPT_BESIDE, 0) for tokens in (wide, largest)),
                 (largest, largest, 0),
             ]
-        sizes += [(tokens, branches, tokens) for tokens in (PROMPT_BESIDE, 2 * PROMPT_BESIDE) if branches < tokens]
+        sizes += [(tokens, branches, tokens) for tokens in (PROMPT_BESIDE, wide) if branches < tokens]
         drafting = next_power(self.config.max_branches * (1 + self.config.draft_tokens))
         return [*sizes, (largest, min(largest, max(PROMPT_BESIDE, branches, drafting)), largest)]
 

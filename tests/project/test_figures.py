@@ -62,9 +62,8 @@ def test_lists() -> None:
     assert f"| {ideal(parallel)}; 1.34x | {ideal(forked)}; {ideal(answers)} |" in shown
     serial, adaptive = seconds("smollm2/leads/vicuna_speed.jsonl")
     assert f" {serial / adaptive:.2f}x (2 CPU cores) " in rows(text, "realised speed-up (time) of these")
-    timed = {
-        mode: [a for a in read("qwen05/realised.jsonl.gz") if a["mode"] == mode] for mode in ("serial", "adaptive")
-    }
+    both = read("qwen05/realised.jsonl.gz")
+    timed = {mode: [a for a in both if a["mode"] == mode] for mode in ("serial", "adaptive")}
     forks = [bool(answer["stats"]["blocks"]) for answer in timed["adaptive"]]
 
     def realised(which: list[bool]) -> str:
