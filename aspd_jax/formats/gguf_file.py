@@ -21,6 +21,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # of tensors, unless the file has `general.alignment`
 MAX_DIMENSIONS = 4
+DEQUANTISED = 1 << 18  # values at a time: intermediate arrays of whole embeddings do not fit a processor's cache
 LFS_POINTER = b"version https://git-lfs"
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 NUMBERS = {
@@ -61,13 +62,18 @@ class GgufTensor(NamedTuple):
         Raises:
             CheckpointError: the `gguf` library does not support the quantisation.
         """
+        rows = self.data.reshape(-1, self.data.shape[-1])
+        values = np.empty((len(rows), self.shape[-1]), np.float32)
+        count = max(1, DEQUANTISED // self.shape[-1])
         try:
-            return np.asarray(dequantize(self.data, self.kind), np.float32).reshape(self.shape)
+            for start in range(0, len(rows), count):
+                values[start : start + count] = dequantize(rows[start : start + count], self.kind)
         except NotImplementedError:
             raise CheckpointError(
                 f"{self.path}: {self.name}: expected Q4_0 to Q8_0, Q2_K to Q6_K, IQ, F16, BF16 or F32, "
                 f"got {self.kind.name}"
             ) from None
+        return values.reshape(self.shape)
 
 
 class GgufFile(NamedTuple):

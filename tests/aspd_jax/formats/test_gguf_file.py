@@ -107,6 +107,19 @@ def test_values_and_tensors_are_those_of_the_library(values: dict[str, Any], tmp
         np.testing.assert_array_equal(own.values(), dequantize(tensor.data, tensor.tensor_type))
 
 
+@pytest.mark.parametrize("at_a_time", [1, 64, 150])
+def test_values_do_not_depend_on_the_rows_dequantised_at_a_time(
+    at_a_time: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = np.random.default_rng(1).standard_normal((5, 3, 64)).astype(np.float32)
+    file = write(tmp_path / "a.gguf", {}, {"x": expected})
+    monkeypatch.setattr("aspd_jax.formats.gguf_file.DEQUANTISED", at_a_time)
+    (tensor,) = GGUFReader(file).tensors
+    values = open_gguf_file(file).tensors["x"].values()
+    np.testing.assert_array_equal(values, dequantize(tensor.data, tensor.tensor_type))
+    assert values.shape == expected.shape and np.abs(values - expected).max() < 0.05
+
+
 def test_every_quantisation_has_a_size() -> None:
     assert set(GGMLQuantizationType) == set(GGML_QUANT_SIZES)
 
