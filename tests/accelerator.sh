@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the tests and then the benchmarks on an accelerator.
+# Run benchmarks and tests on an accelerator.
 #   tests/accelerator.sh FOLDER [step…]
 # Steps, the most valuable first, all by default: fields decisions lists answers widths kernels tests demo flash
 # context batch int8
