@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
 from types import NoneType
 from typing import Any
 
@@ -22,6 +21,7 @@ ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "rea
 # Keywords of an object whose members can be decoded apart; any other keyword may tie them together.
 DIVISIBLE = {"type", "properties", "required", "additionalProperties", "$schema", "$id", *DEFINITIONS, *ANNOTATIONS}
 MAX_DEPTH = 32  # maximum depth of nested objects
+MAX_CHARACTERS = 1 << 22  # maximum characters of the schemas of all values of a template
 MAX_VALUES = 2048  # maximum values of a template; a few definitions may refer to each other very often
 # Keywords beside `const` or `enum` that are checked here; other keywords are left to the grammar of a leaf.
 DETERMINED = {"const", "enum", "type", "$schema", *DEFINITIONS, *ANNOTATIONS}
@@ -67,7 +67,8 @@ class Node:
 def fields_template(schema: str | Mapping[str, Any]) -> Template | None:
     """Return the template of the objects of a JSON schema; None if its values have to be decoded serially.
 
-    They have to where they cannot be divided, are more than `MAX_VALUES`, or have equal dotted paths.
+    They have to where they cannot be divided, are more than `MAX_VALUES`, have schemas of more than `MAX_CHARACTERS`, or
+    have equal dotted paths.
 
     Every property that a value fits is written, in the order of the schema, optional ones included. A property with
     `"x-after": [names]` sees the values of these properties: siblings, or dotted paths from the root.
@@ -94,13 +95,27 @@ def fields_template(schema: str | Mapping[str, Any]) -> Template | None:
 def _tree(root: Any) -> Node:
     """Return the node of a whole schema; a leaf if it has to stay whole."""
     try:
-        return _node(root, root, (), (), count()) if _is_self_contained(root) else Node((), schema=root)
-    except _TooManyValues:
+        return _node(root, root, (), (), _Room()) if _is_self_contained(root) else Node((), schema=root)
+    except _TooLarge:
         return Node((), schema=root)
 
 
-class _TooManyValues(Exception):
-    """A schema has more than `MAX_VALUES` values."""
+class _TooLarge(Exception):
+    """A schema has more than `MAX_VALUES` values, or they have more than `MAX_CHARACTERS`."""
+
+
+@dataclass
+class _Room:
+    """Values, and characters of their schemas, that a template may still have."""
+
+    values: int = MAX_VALUES
+    characters: int = MAX_CHARACTERS
+
+    def take(self, values: int = 0, characters: int = 0) -> None:
+        """Take values or characters."""
+        self.values, self.characters = self.values - values, self.characters - characters
+        if min(self.values, self.characters) < 0:
+            raise _TooLarge
 
 
 def _is_self_contained(root: Any) -> bool:
@@ -126,10 +141,9 @@ def _references(value: Any) -> Iterator[str]:
         yield from (found[name] for name in ("$ref", "$dynamicRef") if isinstance(found.get(name), str))
 
 
-def _node(schema: Any, root: Any, path: tuple[str, ...], refs: tuple[str, ...], numbers: Iterator[int]) -> Node:
-    """Return the node of a value; `numbers` counts the values of the whole schema."""
-    if next(numbers) >= MAX_VALUES:
-        raise _TooManyValues
+def _node(schema: Any, root: Any, path: tuple[str, ...], refs: tuple[str, ...], room: _Room) -> Node:
+    """Return the node of a value; `room`: of the whole template."""
+    room.take(values=1)
     resolved, refs, after = _resolved(schema, root, path, refs)
     if resolved is None or not isinstance(resolved, dict):
         return Node(path, schema=schema, after=after)
@@ -139,8 +153,12 @@ def _node(schema: Any, root: Any, path: tuple[str, ...], refs: tuple[str, ...], 
         return Node(path, schema=schema, after=after)
     members = {}
     for name, member in resolved["properties"].items():
-        node = _node(member, root, (*path, name), refs, numbers)
-        if node.members is not None or node.text is not None or not _fits_no_value(_leaf_schema(member, root)):
+        node, fits = _node(member, root, (*path, name), refs, room), True
+        if node.members is None and node.text is None:
+            leaf = _leaf_schema(member, root)
+            room.take(characters=len(leaf))
+            fits = not _fits_no_value(leaf)
+        if fits:
             members[name] = node
         elif name in resolved.get("required", ()):
             return Node(path, schema=schema, after=after)  # no value fits the object either
@@ -293,7 +311,7 @@ def _definitions(schema: Any, root: Any) -> dict[str, dict[str, Any]]:
     return needed
 
 
-@lru_cache(maxsize=MAX_VALUES)
+@lru_cache(maxsize=256)
 def _fits_no_value(schema: str) -> bool:
     """Return whether no value satisfies the schema of a leaf; other errors appear when the leaf is compiled."""
     value = json.loads(schema)
@@ -347,12 +365,13 @@ def _listed(schema: Any, root: Any, refs: tuple[str, ...]) -> list[str] | None:
 def value_length(text: str) -> int | None:
     """Return the characters of the JSON value that text begins with, blanks before it included.
 
-    None: more characters may belong to the value. A number is complete when something else follows it.
+    None: more characters may belong to the value, or its depth is too great. A number is complete when something else
+    follows it.
     """
     blanks = len(text) - len(text.lstrip(" \t\r\n"))
     try:
         _, end = json.JSONDecoder(strict=False).raw_decode(text, blanks)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     is_number = text[end - 1].isdigit()
     follows = text[end : end + 1]

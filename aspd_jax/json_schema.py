@@ -90,6 +90,10 @@ def _read(text: str, approximate: bool) -> ReadSchema:
         schema, ignored = _compiled(_Reader(root, approximate), approximate)
     except RecursionError:
         raise RequestError("expected a schema of lower depth") from None
+    except RequestError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise RequestError(f"expected a JSON schema, got a keyword with a value of another type ({error})") from None
     return ReadSchema(json.dumps(schema), tuple(dict.fromkeys(ignored)))
 
 

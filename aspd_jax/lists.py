@@ -31,7 +31,7 @@ MAX_TRIES = 3  # first tokens of a lead that are barred, one after the other, be
 RESERVE = 60  # tokens of the budget for each item, so that its body need not be cut
 
 _WORD = re.compile(rf"[{SPACELESS}]{{1,2}}|[^\s:：{SPACELESS}]+")
-_NUMERALS = {"1": r"\d{1,3}", "①": "[①-⑳]", "一": f"[{CHINESE}十]{{1,3}}"}  # patterns, by the first numeral
+_NUMERALS = {"1": "[0-9]{1,3}", "①": "[①-⑳]", "一": f"[{CHINESE}十]{{1,3}}"}  # patterns, by the first numeral
 _NUMBERED = re.compile(
     rf"(?P<before>(?P<heading>#{{2,6}}[ \t]+)?(?:\*\*)?(?:(?P<word>{WORDS})[ \t]+|[(（])?)"
     rf"(?P<number>{'|'.join(_NUMERALS.values())})"
@@ -39,7 +39,7 @@ _NUMBERED = re.compile(
     r"|\ufe0f?\u20e3)[ \t]*)",
     re.IGNORECASE,
 )
-_ANY_NUMBER = re.compile(r"(?:#{1,6} +)?(?:\*\*)?\d{1,3}[.)](?:\*\*|[ \t])")
+_ANY_NUMBER = re.compile(r"(?:#{1,6} +)?(?:\*\*)?[0-9]{1,3}[.)](?:\*\*|[ \t])")
 _BULLET = re.compile(r"[-*+–—·‣▪○●][ \t]+|[•●・][ \t]*")
 _HEADING = re.compile(r"#{2,6}[ \t]+")
 _HEADING_TEXT = re.compile(r"(?P<opening>(?:\*\*)?)(?P<text>.*?)(?P<closing>[:：]?(?:\*\*)?[:：]?)[ \t]*\n")
@@ -61,7 +61,7 @@ def _open_pattern(words: str, numbers: str) -> re.Pattern[str]:
     )
 
 
-_OPEN = _open_pattern(r"[^\W\d_]+", r"\d{0,3}|[①-⑳]")
+_OPEN = _open_pattern(r"[^\W\d_]+", r"[0-9]{0,3}|[①-⑳]")
 _WORD_STARTS = sorted({word[:end] for word in WORDS.split("|") for end in range(1, len(word) + 1)})
 _FIRST_OPEN = _open_pattern("|".join(_WORD_STARTS), "0{0,2}1?|①|一")
 _BOLD = re.compile(
@@ -118,7 +118,7 @@ class ListForm:
     def goes_on(self, index: int, token: str) -> bool:
         """Return whether a token between two items begins the item `index`."""
         marker, piece = self.marker(index), token.lstrip(" ")
-        return bool(piece) and (marker.startswith(piece) or piece.startswith(marker.rstrip()))
+        return bool(piece) and (marker.startswith(piece) or piece.startswith(marker))
 
     def begins_item(self, line: str) -> bool | None:
         """Return whether a line begins a further item of the list; None: this depends on its continuation."""

@@ -24,6 +24,7 @@ Calibration = Literal["none", "orders", "prior"]  # one order of the options; se
 MAX_OPTIONS = 255
 MAX_QUESTIONS = 400
 MAX_ORDERS = 8  # orders in which options are shown: rotations, evenly spaced if there are more options
+MAX_ASKED = 1 << 20  # maximum tokens of all questions about an input, in all orders
 MAX_PRIORS = 4096  # questions whose priors an engine keeps
 NEUTRAL = "N/A"  # input without evidence, whose probabilities are the prior of a question
 NO_THOUGHT = {"enable_thinking": False}  # variables of the chat template: the answer begins with a label
@@ -153,8 +154,8 @@ def labels(count: int) -> list[str]:
 def read_labels(codec: TextCodec, lead: Sequence[int], names: Sequence[str]) -> Labels:
     """Return the branches that read labels behind a lead.
 
-    Where every label is one token, also behind a space, one branch reads all of them. Otherwise each label has a
-    branch, which reads its tokens one after the other.
+    Where every label is one token, also behind a space, one branch reads all of them. Otherwise labels that
+    differ in their last token share a branch, which reads their tokens one after the other.
     """
     spelled = [[codec.encode_exactly(text) for text in (name, f" {name}")] for name in names]
     single = [sorted({ids[0] for ids in forms if len(ids) == 1}) for forms in spelled]
@@ -162,9 +163,15 @@ def read_labels(codec: TextCodec, lead: Sequence[int], names: Sequence[str]) -> 
         options = np.repeat(np.arange(len(names)), [len(ids) for ids in single])
         ids = tuple(token for tokens in single for token in tokens)
         return Labels([ScoredBranch(tuple(lead), (len(lead) - 1,) * len(ids), ids)], np.arange(len(ids)), options)
-    plain, end = [ids for ids, _ in spelled], len(lead) - 1
-    branches = [ScoredBranch((*lead, *ids[:-1]), tuple(range(end, end + len(ids))), tuple(ids)) for ids in plain]
-    return Labels(branches, np.repeat(np.arange(len(names)), [len(ids) for ids in plain]), np.arange(len(names)))
+    groups: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}  # place, token and label, by all tokens but the last
+    for number, (ids, _) in enumerate(spelled):
+        groups.setdefault(tuple(ids[:-1]), []).extend((len(lead) - 1 + k, token, number) for k, token in enumerate(ids))
+    branches, numbers = list[ScoredBranch](), list[int]()
+    for before, reads in groups.items():
+        places, tokens, read = zip(*sorted(reads), strict=True)
+        branches.append(ScoredBranch((*lead, *before), places, tokens))
+        numbers += read
+    return Labels(branches, np.array(numbers), np.arange(len(names)))
 
 
 class AskedInput(NamedTuple):

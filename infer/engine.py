@@ -26,6 +26,7 @@ from infer.control.filling import check_template
 from infer.control.schemas import Schemas
 from infer.control.tags import check_tags
 from infer.decisions import (
+    MAX_ASKED,
     MAX_ORDERS,
     MAX_PRIORS,
     MAX_QUESTIONS,
@@ -35,6 +36,7 @@ from infer.decisions import (
     AskedInput,
     Calibration,
     Decision,
+    Labels,
     Question,
     Scores,
     decide,
@@ -405,7 +407,8 @@ class Engine:
             raise RequestError(
                 "mode: expected serial, got adaptive; this model has no special tokens. Use mode='serial'."
             )
-        writes_lists = mode == "adaptive" and self._writes_lists(params, adapter, lists or self._lists)
+        begins = mode == "adaptive" and not continue_final_message  # of a continued answer, the question is not known
+        writes_lists = begins and self._writes_lists(params, adapter, lists or self._lists)
         if params.stop and self.lm.tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer, got one without.")
         if params.prediction and (self.lm.tokenizer is None or not self.lm.codec.text.has_byte_spellings):
@@ -556,11 +559,16 @@ class Engine:
             tokenizer, codec, messages, texts, NO_THOUGHT, lambda place: self._decoded(place, messages[place])
         )
         rest = iter(leads)
-        labels = {
-            question: [read_labels(codec, next(rest), names) for _, names in shown]
-            for question, shown in variants.items()
-        }
-        branches = [branch for shown in labels.values() for order in shown for branch in order.branches]
+        labels: dict[Question, list[Labels]] = {}
+        branches: list[ScoredBranch] = []
+        size = 0
+        for question, shown in variants.items():
+            labels[question] = [read_labels(codec, next(rest), names) for _, names in shown]
+            added = [branch for order in labels[question] for branch in order.branches]
+            branches += added
+            size += sum(len(branch.tokens) for branch in added)
+            if size > MAX_ASKED:
+                raise RequestError(f"questions: expected at most {MAX_ASKED} tokens in all orders, got more.")
         try:
             return AskedInput(self.check_branches(shared, branches, adapter), labels)
         except PromptTooLong as error:

@@ -139,7 +139,10 @@ class EventReader:
         in_order = in_order or bool(self._stop)
         for number in range(self._place, len(output.items)):
             item, last = output.items[number], number + 1 == len(output.items) and result is None
-            if isinstance(item, SerialIds):
+            if isinstance(item, SerialIds) and self._forked:  # of the list that began, one item is left
+                events += [*self._read(1, item, growing=False), Event("merge", self._blocks + 1)]
+                complete = True
+            elif isinstance(item, SerialIds):
                 events += self._read(0, item, growing=last)
                 complete = not last
             else:
@@ -147,7 +150,7 @@ class EventReader:
                 events += self._read_block(item, growing, in_order)
                 complete = not growing
             if complete:
-                self._place, self._blocks = number + 1, self._blocks + isinstance(item, BlockIds)
+                self._place, self._blocks = number + 1, self._blocks + self._forked
                 self._segments, self._forked = {}, False
         if self._before is not None and events:
             self._so_far += "".join(event.text for event in events if event.kind == "token")

@@ -102,7 +102,8 @@ def hole_text(template: Template, hole: Hole) -> HoleText:
     """Return the text around a hole of a template."""
     context = template.lead(hole) if hole.context is None else hole.context
     lead = context.rstrip(" ") or context
-    return HoleText(hole, lead, template.following(hole).rstrip(), lead != context)
+    following = template.following(hole)
+    return HoleText(hole, lead, following.rstrip() or following, lead != context)
 
 
 @dataclass(frozen=True)

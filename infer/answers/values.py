@@ -163,5 +163,5 @@ def _leaves(text: str, start: int) -> Iterator[_Leaf]:
 
     try:
         yield from (leaf for leaf in walk(start, ()) if isinstance(leaf, _Leaf))
-    except (ValueError, IndexError):  # the text is cut
+    except (ValueError, IndexError, RecursionError):  # the text is cut, or too deep
         return

@@ -318,12 +318,6 @@ def check_template(
             the budgets.
     """
     check_literals(template)
-    for hole in template.holes:
-        if (grammar := value_grammar(hole_text(template, hole))) is not None:
-            try:
-                schemas.check("hole", grammar)
-            except RequestError as error:
-                raise RequestError(f"json_schema: {hole.name}: {error}") from None
     try:
         blocks = template_blocks(template, codec, config.max_branches)
     except TokenizerError as error:
@@ -336,6 +330,12 @@ def check_template(
             f"hole {longest.hole.name!r}: expected literal text of at most {max_branch_tokens - END_TOKENS} tokens "
             f"(max_branch_tokens), got {len(longest.lead)}."
         )
+    for hole in template.holes:  # as many as the budget has room for
+        if (grammar := value_grammar(hole_text(template, hole))) is not None:
+            try:
+                schemas.check("hole", grammar)
+            except RequestError as error:
+                raise RequestError(f"json_schema: {hole.name}: {error}") from None
 
 
 def value_grammar(text: HoleText) -> str | None:
@@ -344,6 +344,6 @@ def value_grammar(text: HoleText) -> str | None:
     return None if schema is None else _value_grammar(schema, text.spaced)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _value_grammar(schema: str, spaced: bool) -> str:
     return f"{VALUE_GRAMMAR % (' ' * spaced)}{json_rule(schema)}\n"

@@ -208,7 +208,8 @@ class Lists(Controller):
         rest = self._encode(text[len(self._codec.decode(serial[:size])) : place])
         before = [*serial[:size], *rest]
         most = min(self._most, self._left(len(before)) // RESERVE)
-        opened = OpenList(Outline(lead, most), before, serial[size:])
+        first = self._encode(text[place:]) if rest else serial[size:]
+        opened = OpenList(Outline(lead, most), before, first)
         if self._left(len(before)) < MIN_ITEMS * RESERVE + MAX_LEAD_TOKENS:
             return self._text()
         self._list, self._hidden = opened, self._hidden + len(serial) - size
@@ -391,7 +392,7 @@ class Lists(Controller):
         if len(kept) > 1:
             self._items += [SerialIds(before), self._block(kept, ids)]
         else:
-            self._items.append(SerialIds(before + ids[0]))
+            self._items += [SerialIds(before), SerialIds(ids[0])]  # apart, for readers of a block that has begun
         self._after = len(opened.before) + sum(len(item.final) for item in kept)
         self._list = self._line = None
         self._detector.pass_over(opened.form)

@@ -69,12 +69,14 @@ class ListAnswering:
                 return
             async with aclosing(self._ask(answer, prompt, text, left, sampling)) as pieces:
                 async for piece, reason in pieces:
+                    unread = len(text) + len(piece)
                     for part in piece.splitlines(keepends=True):  # the detector looks at every line
                         text += part
                         begun = detector.look(text)
                         if begun is not None and begun.lead is not None:
                             break
-                    ended, safe = reason or ended, len(text) if begun is None else begun.place
+                    ended = reason or ended if len(text) == unread else None  # the rest is asked for again
+                    safe = len(text) if begun is None else begun.place
                     if safe > shown:
                         answer.items[-1] = Serial(text[start:safe])
                         yield Event("token", text=text[shown:safe])

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from infer.server.config import ServerConfig
 log = logging.getLogger("aspd.server")
 FIRST_STEPS = 4  # steps of the first chunk, before the duration of a step is known
 MAX_STEPS = 256
+REPLACED = "model: the adapter was removed or replaced before the request began"
 HEARTBEAT = 5.0  # seconds between commands of an idle engine in several processes, which wait for the next
 
 
@@ -302,6 +304,9 @@ class EngineThread:
             events = handle.poll()
             if handle.result is not None and ticket.request.alternatives is not None:
                 ticket.logprobs = self._lockstep.logprobs.get(ticket.number)
+            if handle.result is not None and handle.cancelled and not ticket.cancelled:
+                failed = replace(handle.result, finish_reason="error", error=REPLACED)
+                events = [Event("done", result=failed)]
             if events and not ticket.cancelled:
                 ticket.send(events)
             if handle.result is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from math import isinf
 from typing import Any, NoReturn
 
 from fastapi import FastAPI, HTTPException, Request
@@ -94,7 +95,7 @@ def read_json(raw: bytes) -> Any:
         Refused: the body is not JSON, or contains an unpaired surrogate.
     """
     try:
-        value = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant)
+        value = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant, parse_float=_number)
     except UnicodeDecodeError as error:
         raise Refused(400, f"the request: expected UTF-8, got byte {raw[error.start]:#04x} at {error.start}") from None
     except RecursionError:
@@ -114,6 +115,13 @@ def read_json(raw: bytes) -> Any:
 
 def _constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if isinf(number):
+        raise ValueError(f"{text:.20} is too large for a number of 64 bits")
+    return number
 
 
 def _strings(value: Any, where: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], str]]:

@@ -60,7 +60,7 @@ class Function:
         schema = {"type": "object", **given}
         properties = schema.setdefault("properties", {}) if not _OPEN & set(schema) else None
         required = schema.get("required", [])
-        if isinstance(properties, dict) and isinstance(required, list) and all(name in properties for name in required):
+        if isinstance(properties, dict) and isinstance(required, list) and set(map(str, required)) <= set(properties):
             schema["additionalProperties"] = False
         return schema
 

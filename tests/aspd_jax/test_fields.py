@@ -295,6 +295,22 @@ def test_filled_templates_are_instances(pair: tuple[dict[str, Any], Any], behind
     assert json.loads(template.fill(found)) == value
 
 
+def test_a_value_of_great_depth_has_no_length() -> None:
+    assert value_length("[" * 100_000) is None and value_length("[[1]] ") == 5
+
+
+def test_long_schemas_of_many_values_stay_whole() -> None:
+    """Check that a definition that many values share is not copied without bound; negative control: a few values."""
+    long = {"type": "string", "description": "x" * 300_000}
+
+    def template(count: int) -> Template | None:
+        properties = {f"f{number}": {"$ref": "#/$defs/long"} for number in range(count)}
+        return fields_template({"type": "object", "properties": properties, "$defs": {"long": long}})
+
+    few = template(5)
+    assert few is not None and len(few.holes) == 5 and template(20) is None
+
+
 @pytest.mark.parametrize(
     ("schema", "path", "listed"),
     [

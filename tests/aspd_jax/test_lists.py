@@ -48,6 +48,8 @@ FIRST_ITEMS = {
     "- Sleep for as long as you need to every single night.": ("- ", "Sleep for as long as you", "", "clause", "- "),
     "1、睡眠：每天八小时。": ("1、", "睡眠", "：", "label", "3、"),
     "一、早点睡觉，身体好。": ("一、", "早点睡觉", "", "clause", "三、"),
+    "１．睡眠：好。": None,  # digits of other scripts are left as they are
+    "**١. النوم**: ثماني ساعات.": None,
     "① 睡眠：好。": ("① ", "睡眠", "：", "label", "③ "),
     "1. At 9:30 we leave, and come back late at night.": ("1. ", "At 9:30 we leave", "", "clause", "3. "),
     "1. https://example.org/a/b has all about it, and more than that": (
@@ -81,6 +83,18 @@ def test_first_items(line: str) -> None:
     form = lead.form
     assert (form.marker(0), lead.text, form.closing, form.kind, form.marker(2)) == expected
     assert line.startswith(form.item(0, lead.text)) and lead.end == len(form.item(0, lead.text))
+
+
+@pytest.mark.parametrize(
+    ("before", "token", "goes_on"),
+    [
+        ("- ", "-", True), ("- ", " - ", True), ("- ", "- Sleep", True), ("- ", "---", False), ("- ", "--", False),
+        ("* ", "*", True), ("* ", "**", False), ("## ", "##", True), ("## ", "###", False), ("- ", "That", False),
+    ],
+)  # fmt: skip
+def test_a_joint_goes_on_with_the_marker(before: str, token: str, goes_on: bool) -> None:
+    """Check that rules, emphasis and other headings are no markers."""
+    assert ListForm("label", before, closing=":").goes_on(1, token) == goes_on
 
 
 def test_shown_items_have_an_ellipsis() -> None:

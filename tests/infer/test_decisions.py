@@ -93,9 +93,10 @@ def test_probabilities_equal_a_full_pass(engine: Engine, prompt: Any) -> None:
 def test_labels_of_several_tokens(engine: Engine) -> None:
     """Check that the tokens of a label are read one after the other, where one label is not a token."""
     lm, codec = engine.lm, engine.lm.codec.text
-    names, lead = ["engineering, of course", "billing"], whole_prompt(lm, INPUT, "Which team?")
+    names = ["engineering, of course", "engineering, of trains", "billing"]
+    lead = whole_prompt(lm, INPUT, "Which team?")
     read = read_labels(codec, lead[-5:], names)
-    assert len(read.branches) == 2
+    assert len(read.branches) == len({tuple(codec.encode_exactly(name)[:-1]) for name in names})
     found = read.read(iter(engine.score(lead[:-5], read.branches)))
     for name, value in zip(names, found, strict=True):
         ids, logprob = list(lead), 0.0
@@ -182,7 +183,7 @@ def test_refused_questions(kind: Any, options: tuple[str, ...], message: str) ->
         Question(kind, "Which?", tuple(map(Option, options)))
 
 
-def test_refusals(engine: Engine, lm: LanguageModel) -> None:
+def test_refusals(engine: Engine, lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Question("choice", "Which?", (Option("true"), Option(True))), "a string and a boolean differ"
     for questions, message in (([], "got 0"), ([PREDICATE] * 401, "got 401")):
         with pytest.raises(RequestError, match=f"questions: expected 1 to 400, {message}"):
@@ -193,6 +194,9 @@ def test_refusals(engine: Engine, lm: LanguageModel) -> None:
         engine.decide("a b c " * 600, [PREDICATE])
     with pytest.raises(RequestError, match="expected text or messages"):
         engine.decide([1, 2, 3], [PREDICATE])
+    monkeypatch.setattr("infer.engine.MAX_ASKED", 200)
+    with pytest.raises(RequestError, match="questions: expected at most 200 tokens in all orders"):
+        engine.decide(INPUT, [Question("predicate", f"Is it {number}?") for number in range(40)])
     bare = Engine(lm, max_length=256, max_batch=1)
     template, lm.tokenizer.chat_template = lm.tokenizer.chat_template, None
     try:

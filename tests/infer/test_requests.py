@@ -349,6 +349,7 @@ def test_the_words_would_be_found() -> None:
         (b"{nope", "expected JSON: "),
         (b"", "expected JSON: "),
         (b'{"a": NaN}', "NaN is not a JSON number"),
+        (b'{"a": 1e999}', "1e999 is too large for a number of 64 bits"),
         (b"[" * 100_000, "nested too deep"),
         (b'"\xff"', "expected UTF-8, got byte 0xff at 1"),
         (b'{"messages": [{"content": "x \\ud83d"}]}', "messages[0].content: expected Unicode text, got an unpaired"),

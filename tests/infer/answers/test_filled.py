@@ -6,7 +6,20 @@ import pytest
 
 from aspd_jax.fields import fields_template
 from aspd_jax.structure import plain_text
-from infer.answers.filled import Filled, FilledBlock
+from aspd_jax.template import Hole, Template
+from infer.answers.filled import Filled, FilledBlock, hole_text
+
+@pytest.mark.parametrize(("behind", "stop"), [(" ", " "), ("\n", "\n"), (", born ", ", born"), ("", "")])
+def test_free_text_ends_at_the_literal_text_behind_it(behind: str, stop: str) -> None:
+    """Check white space alone, too; that behind other text is left to the model."""
+    first, last = Hole("first", (), None), Hole("last", (), None)
+    template = Template(["Name: ", first, *([behind] if behind else []), *([last] if behind else [])])
+    text = hole_text(template, first)
+    assert text.stop == stop
+    assert text.read(" Ada Lovelace, born 1815\nin", True)[0] == {
+        " ": "Ada", "\n": "Ada Lovelace, born 1815", ", born": "Ada Lovelace", "": "Ada Lovelace, born 1815\nin"
+    }[stop]  # fmt: skip
+
 
 NUMBERS = {"type": "object", "properties": {"": {"type": "integer"}, "a": {"type": "integer"}}}
 

@@ -19,6 +19,7 @@ from aspd_jax.structure import Parallel, plain_text
 from aspd_jax.tokens import Codec, SerialIds, TextCodec
 from infer import Engine, SamplingParams
 from infer.answers.answer import RequestOutput
+from infer.answers.events import Event, EventReader
 from infer.control.lists import Lists
 from infer.control.masks import permits
 from infer.decode.checking import Check
@@ -279,6 +280,32 @@ def switched(behind: Callable[[str, str], str], before: Callable[[str, str], str
     return lambda serial, branch: (behind if any(g.branches for g in one.decisions) else before)(serial, branch)
 
 
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("kept", [1, 2, 4])
+def test_a_stream_has_the_text(
+    kept: int, in_order: bool, device: Callable[..., Device], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Check the events of an answer that is read at every decision, wherever its list ends."""
+    one = device(model("Walks", "Sleep", "Food", "Music", kept=kept))
+    one.writes = switched(one.writes, model("Walks", "Sleep", "Food", "Music"), one)
+    reader, events, apply = EventReader(Codec(tokenizer), ()), list[Event](), one.apply
+
+    def applied(guidance: RowGuidance) -> None:
+        apply(guidance)
+        events.extend(reader.collect_events(one.controller.read(one.output()), None, in_order))
+
+    one.apply = applied  # type: ignore[method-assign]
+    output = one.run()
+    done: Any = "done"
+    events += reader.collect_events(output, done, in_order)
+    whole = "".join("".join(part) for part in texts(one.codec, output))
+    shown = "".join(event.text for event in events if event.kind == "token")
+    ended = [event.text for event in events if event.kind == "branch"]
+    assert [event.kind for event in events if event.kind in ("fork", "merge")] == ["fork", "merge"]
+    assert len(ended) == kept and "".join(ended) in whole and "Good luck." in whole
+    assert shown == whole or not in_order
+
+
 def test_a_repeated_lead_is_tried_again_and_ends_the_outline(device: Callable[..., Device]) -> None:
     """Check that its first token is barred, which then begins another lead or none."""
     one = device(model("Walks", "Sleep", "Food", "Walks"))
@@ -401,6 +428,11 @@ class TestSmolLM2:
         stop = answer.structure[1].branches[1].text[5:12]
         (stopped,) = engine.generate([message], replace(params, stop=(stop,)))
         assert stopped.text == answer.text[: answer.text.index(stop)] and stopped.finish_reason == "stop"
+
+    def test_a_continued_answer_has_serial_lists(self, engine: Engine) -> None:
+        """Check that the rules never take the beginning of an answer for the question."""
+        messages = [{"role": "user", "content": self.QUESTION}, {"role": "assistant", "content": "Here are five:\n\n"}]
+        assert engine.check(messages[:1]).lists and not engine.check(messages, continue_final_message=True).lists
 
     def test_lists_may_be_serial(self, engine: Engine) -> None:
         """Check `lists="serial"` against serial mode."""

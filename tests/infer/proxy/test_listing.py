@@ -116,6 +116,15 @@ def test_other_texts_are_serial(question: str, text: str, demo: LanguageModel) -
     assert answer["choices"][0]["message"]["content"] == text and len(writer.bodies) == 1
 
 
+@pytest.mark.parametrize("leads", [("Sleep", "Eat", "Walk"), ("Sleep", "Eat")], ids=["a list", "too few leads"])
+def test_a_text_in_one_piece_is_read_to_its_end(leads: tuple[str, ...], demo: LanguageModel) -> None:
+    writer = Writer(demo, TEXT, leads)
+    writer.whole = True
+    with proxied(demo, writer) as url:
+        choice = ask(url, **THREE).json()["choices"][0]
+    assert choice["message"]["content"] == TEXT and choice["finish_reason"] == "stop"
+
+
 class Stubborn(Writer):
     """Repeats the first lead until its first token is barred; then it goes on, if `yields`."""
 

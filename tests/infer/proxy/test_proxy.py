@@ -45,6 +45,7 @@ class Upstream:
         self.lm, self.script, self.bodies = lm, dict(SCRIPT), []  # type: ignore[var-annotated]
         self.open, self.delay, self.cut = 0, 0.0, ""  # cut: end of a prompt; its stream ends without a finish reason
         self.before: Callable[[int], Response | None] = lambda _: None
+        self.whole = False  # whether a text comes in one piece, with its finish reason
         self.app = FastAPI()
         self.app.post("/v1/completions", response_model=None)(self.complete)
 
@@ -67,11 +68,11 @@ class Upstream:
         async def stream() -> AsyncIterator[str]:
             self.open += 1
             try:
-                for at in range(0, len(said), 3):
+                for at in () if self.whole else range(0, len(said), 3):
                     yield self._chunk(said[at : at + 3], None)
                     await asyncio.sleep(self.delay)
                 if not (self.cut and prompt.endswith(self.cut)):
-                    yield self._chunk("", reason)
+                    yield self._chunk(said if self.whole else "", reason)
                 yield "data: [DONE]\n\n"
             finally:
                 self.open -= 1

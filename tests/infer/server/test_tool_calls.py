@@ -324,6 +324,8 @@ def test_a_call_that_is_cut() -> None:
 def test_schemas_of_arguments() -> None:
     assert FUNCTIONS[0].schema["additionalProperties"] is False and FUNCTIONS[1].schema["properties"] == {}
     assert "additionalProperties" not in Function("f", "", {"anyOf": [{"required": ["a"]}]}).schema
+    with pytest.raises(RequestError, match="expected a JSON schema|required"):
+        assert Function("f", "", {"properties": {}, "required": [["a"]]}).arguments
     assert Function("f", "", {"additionalProperties": {"type": "string"}}).schema["additionalProperties"]
     check_schemas(FUNCTIONS, "tools[{}]")
     unsupported = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
