@@ -128,6 +128,8 @@ def run_proxy(options: argparse.Namespace) -> None:
     from infer.proxy.upstream import UpstreamConfig
 
     at_least("--max-new-tokens", options.max_new_tokens, 1)
+    if not 0 <= options.port < 1 << 16:
+        raise RequestError(f"--port: expected a number from 0 to 65535, got {options.port}.")
     config = UpstreamConfig(
         options.upstream.rstrip("/"), options.model, os.environ.get("OPENAI_API_KEY", ""),
         options.concurrency, timeout=options.timeout,
@@ -249,8 +251,8 @@ def _keys(file: Path | None) -> tuple[str, ...]:
     keys = [os.environ.get("ASPD_API_KEY", "")]
     if file is not None:
         try:
-            keys += file.read_text().split()
-        except OSError as error:
+            keys += file.read_text(encoding="utf-8").split()
+        except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"--key-file: expected a text file, got: {error}") from None
         if not any(keys):
             raise RequestError(f"--key-file: expected at least one key in {file}, got none")

@@ -65,7 +65,7 @@ def read_config(kind: type[Config], path: str | Path | None, overrides: Sequence
         raise ConfigError(f"{path}: expected a YAML file, got none. Included are {names}.")
     try:
         values = {} if path is None else yaml.load(path.read_bytes(), _Loader) or {}
-    except (yaml.YAMLError, OSError) as error:
+    except (yaml.YAMLError, OSError, ValueError) as error:  # ValueError: of a date that does not exist
         raise ConfigError(f"{where}: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: expected `key: value` lines, got {type(values).__name__}")
@@ -85,7 +85,7 @@ def change(values: dict[str, Any], overrides: Sequence[str]) -> None:
             raise ConfigError(f"overrides: expected key=value, got {override!r}")
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:
             raise ConfigError(f"{override!r}: {error}") from None
         *sections, name = key.split(".")
         inside: Any = values

@@ -180,8 +180,9 @@ def write_folder(folder: Path) -> Iterator[Path]:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise CheckpointError(f"{folder}: expected a new or empty folder, got files in it. Choose another folder.")
         yield partial
-        for file in partial.iterdir():
-            file.chmod(0o644)  # safetensors creates files that only their owner can read
+        for file in partial.rglob("*"):
+            if file.is_file():
+                file.chmod(0o644)  # safetensors creates files that only their owner can read
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)

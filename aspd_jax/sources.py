@@ -331,7 +331,10 @@ def _answer(row: Mapping[str, Any], read: set[str], before: Sequence[Message]) -
         messages = parse_messages(row[turns], turns)
         return messages[len(before) :] if messages[: len(before)] == list(before) else messages
     if (key := _first(row, ANSWERS, read)) is not None:
-        return [Message("assistant", row[key])]
+        others = [other for other in ANSWERS if other != "text" and row.get(other) is not None]
+        if key != "text" or not (others or (before and all(message.content in row["text"] for message in before))):
+            return [Message("assistant", row[key])]
+        read.discard("text")  # the whole record, rendered
     if not any(row.get(key) is not None for key in (*ANSWERS, *CONVERSATIONS, "structure")):
         raise _no_pair(row)
     return []

@@ -164,8 +164,10 @@ def read_labels(codec: TextCodec, lead: Sequence[int], names: Sequence[str]) -> 
         ids = tuple(token for tokens in single for token in tokens)
         return Labels([ScoredBranch(tuple(lead), (len(lead) - 1,) * len(ids), ids)], np.arange(len(ids)), options)
     groups: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}  # place, token and label, by all tokens but the last
-    for number, (ids, _) in enumerate(spelled):
-        groups.setdefault(tuple(ids[:-1]), []).extend((len(lead) - 1 + k, token, number) for k, token in enumerate(ids))
+    for number, (plain, _) in enumerate(spelled):
+        groups.setdefault(tuple(plain[:-1]), []).extend(
+            (len(lead) - 1 + k, token, number) for k, token in enumerate(plain)
+        )
     branches, numbers = list[ScoredBranch](), list[int]()
     for before, reads in groups.items():
         places, tokens, read = zip(*sorted(reads), strict=True)

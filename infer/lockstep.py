@@ -124,7 +124,7 @@ class Lockstep:
                 self.engine.adapters.put(name, folder)
             elif name:
                 self.engine.adapters.remove(name)
-        except AspdError as error:
+        except (AspdError, OSError) as error:  # the other processes may not find what this one does
             refused = str(error)
         self.refused = refused
 

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.draft_heads import DRAFT_HEADS, shift_left
+from aspd_jax.model.draft_heads import draft_shapes
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.vocabulary import NEW_TOKENS, head_of, lm_head
 from aspd_jax.model.weights import ADAPTERS, abstract_parameters
@@ -25,7 +26,7 @@ from train.batches import PARTS, Batch
 from train.config import OptimiserSection
 from train.loss import Sums, loss_over_mesh, next_token_loss
 
-DECAYING = ("kernel", "embedding", *ADAPTERS)
+DECAYING = ("kernel", "embedding", "head", *draft_shapes(1), *ADAPTERS)  # last names of paths
 
 
 class TrainState(NamedTuple):

@@ -16,7 +16,7 @@ from aspd_jax.errors import CheckpointError
 from aspd_jax.files import write_folder
 from aspd_jax.formats.folder import write_tokenizer
 from aspd_jax.formats.hf_config import POSITIVE
-from aspd_jax.formats.shards import list_tensors, read_stored
+from aspd_jax.formats.shards import list_tensors, read_stored, text_name
 from aspd_jax.formats.side_files import read_object
 from aspd_jax.layout import PositionScheme, Siblings, Titles
 from aspd_jax.model.adapter import EMBEDDING, Adapter, Factors, Rows
@@ -86,13 +86,13 @@ def open_adapter(path: str | os.PathLike[str]) -> Adapter:
                 raise CheckpointError(
                     f"{folder / WEIGHTS}: {name}: expected a lora_{'B' if part[0] == 'A' else 'A'} beside it, got none"
                 )
-            factors[layer] = _factors(folder, config, layer, pair[0], pair[1])
+            factors[text_name(layer)] = _factors(folder, config, layer, pair[0], pair[1])
         elif bare.endswith(ROWS):
             layer = bare.removesuffix(ROWS)
-            rows[layer] = Rows(_trained_tokens(folder / CONFIG, config, layer), tensor)
-            if tensor.ndim != 2 or len(tensor) != len(rows[layer].tokens):
+            rows[text_name(layer)] = own = Rows(_trained_tokens(folder / CONFIG, config, layer), tensor)
+            if tensor.ndim != 2 or len(tensor) != len(own.tokens):
                 raise CheckpointError(
-                    f"{folder / WEIGHTS}: {name}: expected {len(rows[layer].tokens)} rows, one for each token of "
+                    f"{folder / WEIGHTS}: {name}: expected {len(own.tokens)} rows, one for each token of "
                     f"trainable_token_indices, got the shape {list(tensor.shape)}"
                 )
         else:

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from aspd_jax.errors import CheckpointError
+from aspd_jax.files import partial_file
 from aspd_jax.formats.shards import list_tensors, read_stored
 from aspd_jax.model.draft_heads import DRAFT_HEADS, draft_shapes
 
@@ -70,6 +71,12 @@ def fresh_draft_heads(heads: int, hidden_size: int) -> DraftTensors:
 
 
 def write_draft_heads(file: Path, draft_heads: DraftTensors, dtype: Any) -> None:
-    """Write draft heads to a file."""
+    """Write draft heads to a file.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
     tensors = {name: np.ascontiguousarray(tensor.astype(dtype)) for name, tensor in draft_heads.tensors.items()}
-    save_file(tensors, file, metadata={"format": "pt", HEADS: str(draft_heads.heads)})
+    with partial_file(file) as partial:
+        save_file(tensors, partial, metadata={"format": "pt", HEADS: str(draft_heads.heads)})
+        partial.chmod(0o644)  # safetensors creates files that only their owner can read

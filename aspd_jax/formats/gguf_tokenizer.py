@@ -151,7 +151,11 @@ def _splitting(metadata: Metadata) -> Splitting:
     Raises:
         CheckpointError: the splitting is unknown.
     """
-    name = metadata.get("tokenizer.ggml.pre", "gpt-2")
+    name = metadata.get("tokenizer.ggml.pre", None)
+    if name is None:
+        raise CheckpointError(
+            f"{metadata.path}: tokenizer.ggml.pre: expected how text is split, got none. Convert the model again."
+        )
     name = ALIASES.get(name, name)
     if name not in SPLITTINGS:
         raise CheckpointError(

@@ -119,12 +119,16 @@ def text_part(places: Mapping[str, Stored]) -> tuple[dict[str, Stored], int]:
     for name, stored in places.items():
         if name.startswith(IMAGE_PART):
             continue
-        for beginning, alone in TEXT_PART.items():
-            if name.startswith(beginning):
-                name = alone + name.removeprefix(beginning)
-                break
-        text[name] = stored
+        text[text_name(name)] = stored
     return text, len(places) - len(text)
+
+
+def text_name(name: str) -> str:
+    """Return the name in a text model of a part of a model's text part; other names are returned unchanged."""
+    for beginning, alone in TEXT_PART.items():
+        if name.startswith(beginning):
+            return alone + name.removeprefix(beginning)
+    return name
 
 
 def load_stored(stored: Stored) -> np.ndarray:

@@ -24,12 +24,12 @@ class Survey:
         self._forked: dict[int, bool] = {}  # by number of a record that may be kept: whether it has a block
 
     def add(self, entry: Entry) -> None:
-        """Add a record, unless it is refused."""
+        """Add a record, unless it is in neither set."""
         if entry.refused:
             return
         if entry.forked or entry.serial:
             self._forked[entry.number] = entry.forked
-        self._groups[entry.question].append((entry.number, entry.selections[-1].measures))
+            self._groups[entry.question].append((entry.number, entry.selections[-1].measures))
 
     def others(self, count: int) -> set[int]:
         """Return the numbers of records for whose question `count` other records are preferred; 0: none.

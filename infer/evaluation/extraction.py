@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -195,7 +194,7 @@ def _read(file: Path) -> Iterator[Task]:
                 f"{file}, line {number}: expected text, schema with properties, gold with values of some of them, and "
                 f"function with name and description or none, got {record!r:.80}"
             )
-        identifier = str(record.get("id", number))
+        identifier = str(number if record.get("id") is None else record["id"])
         yield Task(identifier, record["text"], schema, gold, function or {})
 
 
@@ -292,7 +291,11 @@ def summarise_extraction(decoded: Sequence[Decoded]) -> list[dict[str, Any]]:
     Args:
         decoded: tasks, each in its modes one after the other, the first of which is serial mode.
     """
-    tasks = [{one.mode: one for one in modes} for _, modes in groupby(decoded, key=lambda one: one.id)]
+    tasks: list[dict[str, Decoded]] = []
+    for one in decoded:
+        if one.mode == "serial":
+            tasks.append({})
+        tasks[-1][one.mode] = one
     groups: dict[str, list[dict[str, Decoded]]] = {"all": tasks}
     for task in tasks:
         for name in task["serial"].groups:

@@ -60,8 +60,8 @@ class Record(Task):
 
 
 def _leaves(value: Any, path: str = "") -> dict[str, Any]:
-    """Return the values of a JSON value that are neither objects nor arrays, by their path."""
-    if not isinstance(value, (dict, list)):
+    """Return the values of a JSON value that are neither objects nor arrays, or are empty, by their path."""
+    if not isinstance(value, (dict, list)) or not value:
         return {path: value}
     items = value.items() if isinstance(value, dict) else enumerate(value)
     return {place: leaf for key, item in items for place, leaf in _leaves(item, f"{path}/{key}").items()}

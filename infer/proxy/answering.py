@@ -94,7 +94,7 @@ class Answering:
         Raises:
             UpstreamError: the upstream refuses a request or fails.
         """
-        special, encode = self._codec.special, self._codec.text.encode
+        special, encode = self._codec.special, self._codec.text.encode_normalised
         prefix, left = list(prompt), limit
         may_fork, block = adaptive and bool(self._tags), 0
         while True:
@@ -232,7 +232,7 @@ class Answering:
             branch_pieces: lists to which the pieces of each branch are appended.
             final: set to which the numbers of branches that were not cut off are added.
         """
-        special, encode = self._codec.special, self._codec.text.encode
+        special, encode = self._codec.special, self._codec.text.encode_normalised
         forbidden = [tag for tag in self._tags if tag != special.branch_end]
         sizes = [sum(map(self._count, pieces)) for pieces in branch_pieces]
 

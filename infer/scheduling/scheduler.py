@@ -330,6 +330,7 @@ class Scheduler:
         """Run a chunk; it also ends with a request if `return_on_end`, or if others wait."""
         rows, before = list(self._running), self.runner.clock()
         done, scored, summary, join = 0, 0, self._summary_now(), return_on_end or bool(self._waiting)
+        checked = set[int]()  # rows that had a check in this chunk
         left = max_steps - self.last_chunk.steps  # steps that are not in flight
         ends_chunk = self._end_prefills(summary)
         while True:
@@ -337,13 +338,15 @@ class Scheduler:
             allowed = 0 if ends_chunk or ended else left - done - scored
             steps_left = allowed if summary.tokens.any() else 0
             waiting = {row: state for row, state in self._decoding.items() if summary.waits[row]}
-            if allowed <= 0 and scored:  # known branches take steps, at least one in each chunk
-                waiting = {row: state for row, state in waiting.items() if not state.request.scored}
+            if allowed <= 0:  # known branches and checks take steps, at least one in each chunk
+                had = checked | {row for row, state in waiting.items() if scored and state.request.scored}
+                waiting = {row: state for row, state in waiting.items() if row not in had}
             if not waiting and steps_left <= 0:
                 break
             # A step of the other sequences runs while the host decides.
             started = self._start(summary, 1 if waiting else steps_left, join) if steps_left > 0 else None
             decisions = self._decide(waiting, summary) if waiting else {}
+            checked |= {row for row, guidance in decisions.items() if guidance.check}
             if started is not None:
                 steps, self._summary = self.runner.end(started, self._cost)
                 self._take_tokens()
@@ -503,12 +506,9 @@ class Scheduler:
 
         No token of a later prompt marks blocks without tags: those of templates, and of drafts and lists under way.
         """
-        if state.request.scored:
+        if state.request.scored or state.output.branch_ids:
             return self._prefixes.memory(row)
-        prompt, adapter = state.request.prompt, state.request.adapter
-        if state.output.branch_ids:
-            return RowMemory(np.asarray(prompt, np.int32), len(prompt), len(prompt), adapter=adapter)
-        return read_row(row_contents(self._state_now(), np.int32(row)).read(), adapter)
+        return read_row(row_contents(self._state_now(), np.int32(row)).read(), state.request.adapter)
 
     def _result(self, state: RequestState, output: RequestOutput) -> Result:
         result = make_result(

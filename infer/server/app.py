@@ -122,7 +122,7 @@ class _Server:
         Raises:
             Refused: the request has no valid key, or the server is not ready.
         """
-        if self._keys and request.url.path not in OPEN:
+        if self._keys and request.scope["path"] not in OPEN:
             key = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
             digest = hashlib.sha256(key).digest()
             # Comparing with all keys makes the duration independent of the key that matches.
@@ -183,8 +183,8 @@ class _Server:
     async def load_adapter(self, body: LoadAdapter) -> dict[str, Any]:
         """Load an adapter, which clients then select by its name."""
         root = Path(self._config.adapter_folder).resolve()
-        folder = (root / body.lora_path).resolve()
-        if not folder.is_relative_to(root):
+        folder = root if "\0" in body.lora_path else (root / body.lora_path).resolve()
+        if not folder.is_relative_to(root) or "\0" in body.lora_path:
             raise Refused(
                 400,
                 f"lora_path: expected a folder inside the adapter folder, got {body.lora_path!r}",

@@ -50,6 +50,7 @@ class Refused(HTTPException):
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's format."""
+    message = message.encode(errors="replace").decode()  # a text in the request may have unpaired surrogates
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

@@ -233,22 +233,6 @@ def test_parts_of_the_demo(monkeypatch: Any) -> None:
         assert re.fullmatch(r".+, \d+ %", shown[question.instructions][-1]), "a probability"
 
 
-@pytest.mark.further
-def test_data_fields(capsys: Any, tmp_path: Path) -> None:
-    """Check the table of the command, and that mistakes name the file."""
-    schema, file = tmp_path / "schema.json", tmp_path / "in.jsonl"
-    schema.write_text(json.dumps({"properties": {"one": {"type": "boolean"}, "two": {"enum": ["a", "b"]}}}))
-    file.write_text('{"prompt": "Hi"}\nx\n')
-    code, out, err = run(capsys, "data", "fields", str(schema), str(file), *DEMO)
-    assert code == 0 and [line.split("|")[1:3] for line in out.splitlines()[2:]] == [[" one ", " 1 "], [" two ", " 1 "]]
-    assert f"{file}, line 2: " in err
-    for text, message in (("{", "schema.json: expected JSON"), ("[]", "schema.json: expected a JSON schema"),
-                          ('{"type": "object"}', "json_schema: expected two or more fields")):  # fmt: skip
-        schema.write_text(text)
-        code, out, err = run(capsys, "data", "fields", str(schema), str(file), *DEMO)
-        assert code == 2 and out == "" and message in err
-
-
 def test_without_its_package_the_default_is_the_embedded_model(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(WHEELS, "smollm2", WHEELS["smollm2"]._replace(module="no_such_package"))
     code, out, err = run(capsys, "generate", "--prompt", PROBLEM.question)

@@ -195,6 +195,15 @@ def test_a_path_that_cannot_be_is_named(name: str, tmp_path: Path, trained: Lang
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
+def test_files_in_a_folder_are_readable_by_all(tmp_path: Path) -> None:
+    with write_folder(tmp_path / "made") as folder:
+        (folder / "inside").mkdir()
+        for file in (folder / "one", folder / "inside" / "two"):
+            file.touch(0o600)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "made").rglob("*")}
+    assert modes["one"] == modes["two"] == 0o644 and modes["inside"] & 0o111, "a folder can be entered"
+
+
 def test_errors_of_other_kinds_stay_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="missing"), write_folder(tmp_path / "folder"):
         (tmp_path / "missing").read_text()

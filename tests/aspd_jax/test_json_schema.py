@@ -164,7 +164,10 @@ def test_a_read_schema_has_the_values_of_the_original(schema: Any) -> None:
         ({"anyOf": [{"x-guidance": {}}, 5]}, "#/anyOf/1: expected a schema, got 5"),
         ({"x-guidance": {"lenient": True}}, "#/x-guidance: expected keywords of JSON Schema"),
         ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "Unsatisfiable schema: required prop"),
-        ({"properties": {"a": TEXT}, "dependentRequired": {"a": [["b"]]}}, "expected a JSON schema, got a keyword with"),
+        (
+            {"properties": {"a": TEXT}, "dependentRequired": {"a": [["b"]]}},
+            "expected a JSON schema, got a keyword with",
+        ),
         ({"properties": {"x": {"oneOf": [{"type": 5}, TEXT]}}}, "expected a JSON schema, got a keyword with a value"),
         ('{"maximum": 1e999}', "expected a JSON schema, got a keyword with a value of another type"),
         ("true", "expected the schema as an object, got true. Write {} to permit any value"),

@@ -49,7 +49,7 @@ FIRST_ITEMS = {
     "1、睡眠：每天八小时。": ("1、", "睡眠", "：", "label", "3、"),
     "一、早点睡觉，身体好。": ("一、", "早点睡觉", "", "clause", "三、"),
     "１．睡眠：好。": None,  # digits of other scripts are left as they are
-    "**١. النوم**: ثماني ساعات.": None,
+    "**١. النوم**: ثماني ساعات.": ("**", "١. النوم", "**:", "bold", "**"),
     "① 睡眠：好。": ("① ", "睡眠", "：", "label", "③ "),
     "1. At 9:30 we leave, and come back late at night.": ("1. ", "At 9:30 we leave", "", "clause", "3. "),
     "1. https://example.org/a/b has all about it, and more than that": (

@@ -105,6 +105,25 @@ def test_messages_behind_the_last_answer_are_dropped() -> None:
     assert isinstance(greeting, Unreadable) and greeting.reason == "expected a question before the answer, got none"
 
 
+def test_a_rendered_record_is_no_answer() -> None:
+    """Check columns of Alpaca and of chats whose `text` is the whole record; negative control: `text` alone answers."""
+    prompt = "Below is an instruction.\n\n### Instruction:\nName a bird.\n\n### Response:\n"
+    row = {"instruction": "Name a bird.", "input": "", "text": prompt}
+    empty = conversation(row | {"output": ""}, 1)
+    assert isinstance(empty, Unreadable) and "answer" in empty.reason
+    full = conversation(row | {"output": "A wren.", "text": prompt + "A wren."}, 1)
+    assert isinstance(full, Conversation) and full.messages[-1] == ("assistant", "A wren.")
+    said = [
+        {"role": "user", "content": "q1"},
+        {"role": "assistant", "content": "a1"},
+        {"role": "user", "content": "q2"},
+    ]
+    chat = conversation({"messages": said, "text": "<u>q1<a>a1<u>q2"}, 1)
+    assert isinstance(chat, Conversation) and chat.messages == (("user", "q1"), ("assistant", "a1"))
+    alone = conversation({"prompt": "q", "text": "An answer."}, 1)
+    assert isinstance(alone, Conversation) and alone.messages == (("user", "q"), ("assistant", "An answer."))
+
+
 def test_one_bad_record_ends_no_file_of_another_kind(tmp_path: Path) -> None:
     good = {"question": "q", "answer": "a"}
     rows = [good, {"question": "\ud83d", "answer": "a"}, float("nan"), 3, {"messages": "x"}, good]

@@ -101,18 +101,20 @@ def test_the_best_of_several_answers_are_kept(tmp_path: Path) -> None:
         {"id": "again", "question": "How?", "answer": plain + "Good luck."},
         {"id": "one", "question": "Why?", "answer": plain},
         {"id": "two", "question": "Why?", "answer": plain + "Yes."},
+        {"id": "broken", "question": "Where?", "answer": LIST.replace("\n\n2.", "\n2.")},
+        {"id": "whole", "question": "Where?", "answer": plain},
         {"id": "defect", "question": "When?", "answer": LIST.replace("\n\n2.", "\n2.")},
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for count, kept in (
-        (1, ["list", "one"]),
-        (2, ["prose", "list", "one", "two"]),
-        (0, ["prose", "list", "again", "one", "two"]),
+        (1, ["list", "one", "whole"]),
+        (2, ["prose", "list", "one", "two", "whole"]),
+        (0, ["prose", "list", "again", "one", "two", "whole"]),
     ):
         config = DataConfig(select=replace(SMALL, per_question=count))
         report = build(config, str(file), tmp_path / f"{count}", progress=False)
         assert [row["id"] for row in lines(tmp_path / f"{count}" / "structured.jsonl")] == kept
-        assert (report.left_out["question"], report.left_out["record"], report.written) == (5 - len(kept), 1, len(kept))
+        assert (report.left_out["question"], report.left_out["record"], report.written) == (6 - len(kept), 2, len(kept))
         rejected = [row for row in lines(tmp_path / f"{count}" / "rejected.jsonl") if "message" not in row]
         assert [row["id"] for row in rejected] == [row["id"] for row in rows if row["id"] not in kept]
         assert "unequal gaps" in rejected[-1]["reason"]

@@ -9,6 +9,7 @@ from aspd_jax.structure import plain_text
 from aspd_jax.template import Hole, Template
 from infer.answers.filled import Filled, FilledBlock, hole_text
 
+
 @pytest.mark.parametrize(("behind", "stop"), [(" ", " "), ("\n", "\n"), (", born ", ", born"), ("", "")])
 def test_free_text_ends_at_the_literal_text_behind_it(behind: str, stop: str) -> None:
     """Check white space alone, too; that behind other text is left to the model."""

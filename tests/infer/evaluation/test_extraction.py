@@ -56,6 +56,8 @@ def test_answers_without_a_field_do_not_agree_on_it() -> None:
             summarise_extraction([decoded("serial", serial), decoded("parallel", parallel)])[1]["agreement"]["mean"]
         )
 
+    twice = [decoded(mode, {"a": 1, "b": 2}) for mode in ("serial", "parallel") * 2]
+    assert [row["count"] for row in summarise_extraction(twice)] == [2, 2], "tasks may have equal ids"
     assert agreement({}, {}) == agreement({}, {"a": None}) == 0
     assert agreement({"a": None, "b": "x"}, {"a": None, "b": "y"}) == 0.5
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def test_records_of_sob(tmp_path: Path) -> None:
     assert one.prompt.startswith("Who, and what?\n\nContext: Ana: 3, 4\n\n") and json.dumps(SCHEMA) in one.prompt
     assert one.right({"name": "ana", "rows": [{"n": 3}]}) == {"/name": False, "/rows/0/n": True, "/rows/1/n": False}
     assert all(one.right(RECORD["ground_truth"]).values())  # type: ignore[arg-type]
+    nothing = replace(one, gold={"rows": []})
+    assert nothing.right({"rows": []}) == {"/rows": True} and nothing.right({"rows": [1]}) == {"/rows": False}
 
     for wrong in ("[]", json.dumps(RECORD | {"json_schema": 5}), json.dumps({"input": asked}), "{"):
         file.write_text(json.dumps(RECORD) + "\n" + wrong + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -48,6 +49,26 @@ def test_right_predictions_save_steps(engine: Engine) -> None:
     assert same(serial, found)
     for one, other in zip(serial, found, strict=True):
         assert other.stats.steps < 0.4 * one.stats.steps and other.stats.accepted_tokens > 0.7 * len(one.token_ids)
+
+
+def test_checks_hold_up_no_other_answer(engine: Engine) -> None:
+    """Check that a stream gets a token for each check of a long prediction, in chunks of one step."""
+    endless = dict.fromkeys(engine.config.end, -100.0)
+    long = SamplingParams(max_new_tokens=300, temperature=1.0, seed=3, logit_bias=endless)
+    (whole,) = answers(engine, [long])
+    stream = engine.submit(PROMPT, replace(long, max_new_tokens=200, seed=4), "serial", stream="text")
+    while not stream.partial().token_ids:
+        engine.step(1)
+    predicted, grown, gained = engine.submit(PROMPT, replace(long, prediction=whole.text), "serial"), [0], [0]
+    while predicted.result is None:
+        engine.step(1)
+        grown.append(len(stream.partial().token_ids))
+        gained.append(len(predicted.partial().token_ids))
+    stream.cancel()
+    assert predicted.result.token_ids == whole.token_ids and predicted.result.stats.steps < 30
+    assert max(now - before for before, now in itertools.pairwise(gained)) <= 65, "one check in a chunk"
+    held = sum(now == before for before, now in itertools.pairwise(grown))
+    assert held <= 2, "the stream goes on, but where the prompt is fed"
 
 
 @pytest.mark.further
