@@ -67,8 +67,8 @@ class Node:
 def fields_template(schema: str | Mapping[str, Any]) -> Template | None:
     """Return the template of the objects of a JSON schema; None if its values have to be decoded serially.
 
-    They have to where they cannot be divided, are more than `MAX_VALUES`, have schemas of more than `MAX_CHARACTERS`, or
-    have equal dotted paths.
+    They have to where they cannot be divided, are more than `MAX_VALUES`, have schemas of more than `MAX_CHARACTERS`
+    together, or have equal dotted paths.
 
     Every property that a value fits is written, in the order of the schema, optional ones included. A property with
     `"x-after": [names]` sees the values of these properties: siblings, or dotted paths from the root.

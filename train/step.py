@@ -16,8 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 from aspd_jax.model.config import ModelConfig
-from aspd_jax.model.draft_heads import DRAFT_HEADS, shift_left
-from aspd_jax.model.draft_heads import draft_shapes
+from aspd_jax.model.draft_heads import DRAFT_HEADS, draft_shapes, shift_left
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.vocabulary import NEW_TOKENS, head_of, lm_head
 from aspd_jax.model.weights import ADAPTERS, abstract_parameters
