@@ -120,7 +120,7 @@ def run_proxy(options: argparse.Namespace) -> None:
     import uvicorn
 
     from aspd_jax.chat import with_end_of_turn
-    from aspd_jax.configuration import at_least
+    from aspd_jax.configuration import at_least, check_port
     from aspd_jax.formats import open_checkpoint
     from aspd_jax.language_model import read_template
     from aspd_jax.tokens import TAGS, add_special_tokens
@@ -128,8 +128,7 @@ def run_proxy(options: argparse.Namespace) -> None:
     from infer.proxy.upstream import UpstreamConfig
 
     at_least("--max-new-tokens", options.max_new_tokens, 1)
-    if not 0 <= options.port < 1 << 16:
-        raise RequestError(f"--port: expected a number from 0 to 65535, got {options.port}.")
+    check_port("--port", options.port)
     config = UpstreamConfig(
         options.upstream.rstrip("/"), options.model, os.environ.get("OPENAI_API_KEY", ""),
         options.concurrency, timeout=options.timeout,

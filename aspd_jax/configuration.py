@@ -30,6 +30,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def check_port(name: str, port: int) -> None:
+    """Check the number of a port; 0: any free one.
+
+    Raises:
+        ConfigError: it is no port.
+    """
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"{name}: expected 0 to 65535, got {port}")
+
+
 def at_least(name: str, value: float, least: float) -> None:
     """Check that a value is at least `least`.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from aspd_jax.configuration import at_least
+from aspd_jax.configuration import at_least, check_port
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import check_choice
 from infer.decisions import Calibration
@@ -73,5 +73,4 @@ class ServerConfig:
         for origin in self.origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+", origin):
                 raise ConfigError(f"origins: expected * or scheme://host[:port], got {origin!r}")
-        if not 0 <= self.port < 1 << 16:
-            raise ConfigError(f"port: expected 0 to 65535, got {self.port}")
+        check_port("port", self.port)
