@@ -45,7 +45,7 @@ test: $(VENV)/.installed
 # Test what `make test` leaves out, but for slow tests; module by module, in the order of these folders.
 test-further: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "further and not slow" --dist=loadfile --no-loadscope-reorder \
-		tests/infer tests/train tests/aspd_jax tests/aspd tests/project
+		tests/infer tests/train tests/aspd_jax tests/aspd tests/project tests/aot
 
 test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "" --hypothesis-profile=many
@@ -105,4 +105,4 @@ dist: $(VENV)/.installed
 	cd build && wheel/bin/aspd generate --prompt "Hello" --max-new-tokens 8
 
 clean:
-	rm -rf $(VENV) $(ACCELERATORS) $(CLIENTS) $(SDKS) $(RAY) tests/sdks/node_modules build dist *.egg-info
+	rm -rf $(VENV) $(ACCELERATORS) $(CLIENTS) $(SDKS) tests/sdks/node_modules build dist *.egg-info

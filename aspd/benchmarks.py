@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -96,7 +95,7 @@ def add(commands: Any) -> None:
         "--bfcl", nargs="+", metavar="CATEGORY", help="categories of BFCL, whose package bfcl-eval has the data"
     )
     fields.add_argument(
-        "--tool-choice", choices=("auto", "required"), default="auto", help="tool_choice of the requests of --bfcl"
+        "--tool-choice", choices=("auto", "required"), help="tool_choice of the requests of --bfcl; default: auto"
     )
     fields.add_argument("--limit", type=int, metavar="N", help="maximum tasks, spread over all; default: all")
     draft_options(fields)
@@ -122,6 +121,8 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         raise RequestError(f"--widths: expected powers of two that start with 1, got {options.widths}")
     answers = answer_structures(ANSWERS if options.answers is None else options.answers)
     attention = options.decode_attention
+    if options.adapter and not options.model:
+        raise RequestError("--adapter: expected --model, got none")
     if options.model:
         lm = load_model(options.model, options.dtype, adapter=options.adapter, decode_attention=attention)
     else:
@@ -219,7 +220,6 @@ def run_bench_fields(options: argparse.Namespace) -> None:
     from infer import Engine
     from infer.evaluation.extraction import (
         AnyTask,
-        decode_task,
         decode_tasks,
         extraction_table,
         read_tasks,
@@ -230,14 +230,18 @@ def run_bench_fields(options: argparse.Namespace) -> None:
 
     positive(options, "max_new_tokens", "max_length", "draft_tokens")
     tasks: Sequence[AnyTask]
+    if options.tool_choice and not options.bfcl:
+        raise RequestError("--tool-choice: expected --bfcl, got none")
+    if options.output and (options.output.exists() or options.output.suffix == ".md"):
+        raise RequestError(f"--output: expected a new file, and a table beside it as .md, got {options.output}")
     if options.bfcl:
-        tasks = read_calls(options.bfcl, options.tool_choice)
+        tasks = read_calls(options.bfcl, options.tool_choice or "auto")
     else:
         tasks = read_sob(options.sob) if options.sob else read_tasks(options.input)
     if options.limit is not None:
         positive(options, "limit")
         tasks = spread(tasks, options.limit)
-    names = ("model", "adapter", "dtype", "drafts", "draft_tokens", "force_drafts", "max_new_tokens")
+    names = ("model", "adapter", "dtype", "drafts", "draft_tokens", "force_drafts", "max_new_tokens", "max_length")
     settings = {name: str(getattr(options, name)) for name in names} | {"tasks": [asdict(task) for task in tasks]}
     journal = options.output and options.output.with_name(f"{options.output.name}.journal")
     if journal is not None:
@@ -254,10 +258,6 @@ def run_bench_fields(options: argparse.Namespace) -> None:
     )
     with waiting("compiling before the first timed task"):
         engine.warm_up(alone=True, checks=True)
-        for task in tasks[:2]:  # compile what warm-up does not
-            for mode in task.modes:
-                with suppress(RequestError):  # `decode_tasks` reports it
-                    decode_task(engine, task, mode, options.max_new_tokens)
     left_out: list[str] = []
     decoded = decode_tasks(engine, tasks, options.max_new_tokens, journal, settings, left_out)
     print_left_out(left_out)

@@ -130,6 +130,10 @@ def run_generate(options: argparse.Namespace) -> None:
         raise RequestError("--samples: expected a --temperature above 0, got 0, which makes all answers equal")
     if options.instruction and options.input is None:
         raise RequestError("--instruction: expected --input, got none")
+    if options.raw and options.messages is not None:
+        raise RequestError("--raw: expected a prompt as text, got --messages, which a chat template shows")
+    if options.input is not None and (options.stream or options.json):
+        raise RequestError(f"--{'stream' if options.stream else 'json'}: expected one prompt, got --input")
     prompt: Any = options.prompt if options.messages is None else _read_messages(options.messages)
     with waiting(f"loading {model_name(options)}"):
         engine = _make_engine(options)

@@ -132,9 +132,8 @@ def draw_list(engine: Engine) -> Figure:
     tokens = result.stats.content_tokens
     below = f"the same {tokens} tokens, one after the other"
     print(f"list: {result.stats.steps} steps for {tokens} tokens; the serial answer takes {serial.stats.steps}")
-    return draw_lanes(
-        f"{LIST_QUESTION}  Headings (orange) first, then all items side by side", lanes, [(below, tokens)]
-    )
+    title = f"{LIST_QUESTION}  Headings (orange) first, then all items side by side"
+    return draw_lanes(title, with_headings(lanes), result.stats.steps, [(below, tokens)])
 
 
 def draw_record(engine: Engine) -> Figure:

@@ -98,7 +98,9 @@ class _Conversation:
         if self._decision is not None:
             correct = question.options[self._decision.best] == question.right
             graded = {"probabilities": self._decision.probabilities, "correct": correct}
-        elif question.right and not question.options:
+        elif question.options:
+            graded = {"correct": False}  # it could not be asked
+        elif question.right:
             whole = len(self._turns) == len(question.turns)
             graded = {"correct": whole and last_number(self._turns[-1]["text"]) == last_number(question.right)}
         record = {

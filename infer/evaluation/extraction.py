@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Protocol
 from aspd_jax.errors import DataError, RequestError
 from aspd_jax.journal import append, open_journal, resume
 from aspd_jax.jsonl import read_lines
-from aspd_jax.progress import Bar
+from aspd_jax.progress import Bar, programs_compiled
 from infer.engine import Engine
-from infer.evaluation.intervals import difference, interval
+from infer.evaluation.intervals import difference, interval, ratio
 from infer.request import Fields, SamplingParams
 
 INCLUDED = ("field_texts.jsonl", "tool_requests.jsonl")
@@ -201,14 +201,18 @@ def _read(file: Path) -> Iterator[Task]:
 def decode_task(engine: Engine, task: AnyTask, mode: Fields, max_new_tokens: int) -> Decoded:
     """Decode a task greedily, without anything of its prompt in the cache, and compare its values with the right ones.
 
+    A run in which programs were compiled is repeated.
+
     Raises:
         RequestError: the engine refuses the request; the message names the task.
     """
-    engine.reset_cache()
     params = SamplingParams(max_new_tokens=max_new_tokens, repetition_penalty=1.0, seed=0)
     try:
         prompt, params = task.request(engine, params, mode)
-        result = engine.generate([prompt], params, "serial")[0]
+        compiled = -1
+        while compiled != (compiled := programs_compiled()):
+            engine.reset_cache()
+            result = engine.generate([prompt], params, "serial")[0]
     except RequestError as error:
         raise RequestError(f"task {task.id}: {error}") from None
     values = task.read(engine, result.text)
@@ -246,19 +250,17 @@ def decode_tasks(
     with open_journal(journal, settings) if journal else nullcontext() as log:
         for number in Bar(todo, total=len(tasks), initial=len(tasks) - len(todo), unit="task"):
             task = tasks[number]
-            record: dict[str, Any] = {"task": number}
             try:
-                record["modes"] = [asdict(decode_task(engine, task, mode, max_new_tokens)) for mode in task.modes]
+                modes = [asdict(decode_task(engine, task, mode, max_new_tokens)) for mode in task.modes]
             except RequestError as error:
-                record |= {"modes": [], "refused": str(error)}
-            done[number] = record
+                left_out.append(str(error))
+                continue
+            done[number] = {"task": number, "modes": modes}
             if log:
-                append(log, record)
-    records = [done[number] for number in range(len(tasks))]
-    left_out += [record["refused"] for record in records if not record["modes"]]
-    if len(left_out) == len(tasks):
+                append(log, done[number])
+    if not done:
         raise RequestError(f"expected tasks that the engine can decode, got none; first error: {left_out[0]}")
-    return [Decoded(**one) for record in records for one in record["modes"]]
+    return [Decoded(**one) for number in sorted(done) for one in done[number]["modes"]]
 
 
 def equal(value: Any, gold: Any) -> bool:
@@ -311,7 +313,8 @@ def summarise_extraction(decoded: Sequence[Decoded]) -> list[dict[str, Any]]:
 def _row(name: str, pairs: Sequence[tuple[Decoded, Decoded]]) -> dict[str, Any]:
     serial, own = ([pair[place] for pair in pairs] for place in (0, 1))
     right = [[sum(one.right.values()) / one.fields for one in column] for column in (serial, own)]
-    same = [sum(_agree(a.values, b.values, key) for key in a.right) / a.fields for a, b in pairs]
+    known = [(a.values, b.values, a.right.keys() & a.values.keys()) for a, b in pairs]
+    same = [sum(_agree(a, b, key) for key in keys) / len(keys) for a, b, keys in known if keys]
     return {
         "tasks": name,
         "mode": own[0].mode,
@@ -320,14 +323,20 @@ def _row(name: str, pairs: Sequence[tuple[Decoded, Decoded]]) -> dict[str, Any]:
         "right": sum(sum(one.right.values()) for one in own),
         "difference": difference(right[1], right[0])._asdict(),
         "agreement": interval(same)._asdict(),
-        "equal": sum(a.token_ids == b.token_ids for a, b in pairs),
+        "equal": sum(_is_same(a, b) for a, b in pairs),
+        "same_tokens": sum(a.token_ids == b.token_ids for a, b in pairs),
         "drafted": sum(one.drafted_fields > 0 for one in own),
         "steps": sum(one.steps for one in own) / len(own),
-        "step_ratio": sum(one.steps for one in serial) / sum(one.steps for one in own),
+        "step_ratio": sum(one.steps for one in serial) / max(1, sum(one.steps for one in own)),
         "seconds": sum(one.seconds for one in own) / len(own),
-        "speedup": interval([a.seconds / b.seconds for a, b in pairs])._asdict(),
-        "decoding_speedup": sum(a.decoding_seconds for a in serial) / sum(b.decoding_seconds for b in own),
+        "speedup": ratio([one.seconds for one in serial], [one.seconds for one in own])._asdict(),
+        "decoding_speedup": sum(a.decoding_seconds for a in serial) / max(1e-9, sum(b.decoding_seconds for b in own)),
     }
+
+
+def _is_same(one: Decoded, other: Decoded) -> bool:
+    """Return whether answers have the same tokens or the same values. Branches have other tokens where they meet."""
+    return one.token_ids == other.token_ids or bool(one.values and json.dumps(one.values) == json.dumps(other.values))
 
 
 EXTRACTION_HEAD = (
@@ -340,13 +349,14 @@ def extraction_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows of `summarise_extraction` as a Markdown table."""
     lines = [EXTRACTION_HEAD]
     for row in rows:
-        gap, ratio, fields = row["difference"], row["speedup"], row["fields"]
+        gap, time, fields = row["difference"], row["speedup"], row["fields"]
+        equal = f"{row['equal']}{', token for token' * (0 < row['equal'] == row['same_tokens'])}"
         lines.append(
             f"| {row['tasks']} ({row['count']}) | {row['mode']} | {row['right'] / fields:.1%} of {fields} "
             f"| {100 * gap['mean']:+.1f} ({100 * gap['low']:+.1f} to {100 * gap['high']:+.1f}) points "
-            f"| {row['agreement']['mean']:.1%} | {row['equal']} | {row['drafted']} | {row['steps']:.1f} "
+            f"| {row['agreement']['mean']:.1%} | {equal} | {row['drafted']} | {row['steps']:.1f} "
             f"| {row['step_ratio']:.2f}x "
-            f"| {row['seconds']:.2f} | {ratio['mean']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f}) "
+            f"| {row['seconds']:.2f} | {time['mean']:.2f}x ({time['low']:.2f} to {time['high']:.2f}) "
             f"| {row['decoding_speedup']:.2f}x |"
         )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Means with bootstrap intervals, and permutation tests of differences."""
+"""Means and ratios with bootstrap intervals, and permutation tests of differences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEVEL = 0.95
 
 
 class Interval(NamedTuple):
-    """A mean with its bootstrap interval (95 %, percentile) and the number of values."""
+    """A mean or ratio with its bootstrap interval (95 %, percentile) and the number of values."""
 
     mean: float
     low: float
@@ -43,6 +43,22 @@ def interval(values: Sequence[float]) -> Interval:
         (array,), np.mean, n_resamples=RESAMPLES, confidence_level=LEVEL, method="percentile", rng=0
     ).confidence_interval
     return Interval(mean, float(bounds.low), float(bounds.high), int(array.size))
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+    """Return the total of `ours` divided by that of `theirs` over pairs of values, with its interval."""
+    pairs = np.asarray([ours, theirs], float)
+    whole = float(pairs[0].sum() / pairs[1].sum())
+    if pairs.shape[1] < 2 or np.ptp(pairs[0] / pairs[1]) == 0:
+        return Interval(whole, whole, whole, pairs.shape[1])
+    bounds = stats.bootstrap(
+        tuple(pairs), _ratio, n_resamples=RESAMPLES, confidence_level=LEVEL, method="percentile", paired=True, rng=0
+    ).confidence_interval
+    return Interval(whole, float(bounds.low), float(bounds.high), pairs.shape[1])
+
+
+def _ratio(ours: np.ndarray, theirs: np.ndarray, axis: int = -1) -> np.ndarray:
+    return np.asarray(ours.sum(axis) / theirs.sum(axis))
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:

@@ -29,6 +29,7 @@ CATEGORIES = (
     "live_parallel", "live_parallel_multiple", "live_irrelevance", "live_relevance",
 )  # fmt: skip
 TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}  # BFCL's names, as its handlers do
+HINT = " Note that the provided function is in Python 3 syntax."  # at the end of each description, as in BFCL
 Choice = Literal["auto", "required"]
 
 
@@ -60,8 +61,8 @@ class Record(Task):
 
 
 def _leaves(value: Any, path: str = "") -> dict[str, Any]:
-    """Return the values of a JSON value that are neither objects nor arrays, or are empty, by their path."""
-    if not isinstance(value, (dict, list)) or not value:
+    """Return the values of a JSON value that are neither objects nor arrays, by their path."""
+    if not isinstance(value, (dict, list)):
         return {path: value}
     items = value.items() if isinstance(value, dict) else enumerate(value)
     return {place: leaf for key, item in items for place, leaf in _leaves(item, f"{path}/{key}").items()}
@@ -152,9 +153,9 @@ class CallTask:
     def right(self, values: Mapping[str, Any]) -> dict[str, bool]:
         """Return whether the calls are right: by BFCL's checker, or because there is one where there should be."""
         calls = values["calls"]
-        if "relevance" in self.category:
-            return {"calls": bool(calls) == self.category.endswith("_relevance")}
         whole = all(isinstance(arguments, dict) for call in calls for arguments in call.values())
+        if "relevance" in self.category:  # a call that was cut is none, as for BFCL
+            return {"calls": bool(calls and whole) == self.category.endswith("_relevance")}
         return {"calls": whole and _check(self.functions, calls, self.answers, self.category)}
 
     @property
@@ -166,7 +167,7 @@ class CallTask:
         functions = []
         for one in self.functions:
             parameters = {"type": "object", "properties": {}} | _json_schema(one["parameters"])  # as the server has it
-            functions.append(Function(one["name"], one.get("description", ""), parameters))
+            functions.append(Function(one["name"], one.get("description", "") + HINT, parameters))
         choice = ToolChoice(self.choice, parallel=self._several)
         return ToolCalls(functions, choice, read_tool_format(engine.lm.tokenizer), engine.lm.codec.text)
 
@@ -214,14 +215,21 @@ def _object(text: str) -> Any:
 
 
 def _json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a schema with BFCL's names of types."""
+    """Return the JSON schema of a schema with BFCL's names of types, as BFCL states it to models."""
     found = dict(schema)
     if "type" in schema:
         found["type"] = TYPES.get(schema["type"], schema["type"])
     if "properties" in schema:
-        found["properties"] = {name: _json_schema(one) for name, one in schema["properties"].items()}
+        found["properties"] = {name: _parameter(one) for name, one in schema["properties"].items()}
     if "items" in schema:
         found["items"] = _json_schema(schema["items"])
+    return found
+
+
+def _parameter(schema: Mapping[str, Any]) -> dict[str, Any]:
+    found = {"type": "string"} | _json_schema(schema)
+    if schema.get("type") == "float":
+        found |= {"format": "float", "description": f"{schema.get('description', '')} This is a float type value."}
     return found
 
 

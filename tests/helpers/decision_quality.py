@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from infer.decisions import MAX_ORDERS, Option, Question, decide, read_labels
+from aspd_jax.journal import read_journal
+from infer.decisions import MAX_ORDERS, NO_THOUGHT, Option, Question, decide, read_labels
 from infer.evaluation.intervals import interval
 
 LABELS = Path(__file__).with_name("decision_labels.json")
@@ -75,7 +76,8 @@ def run(model: str, file: Path, minutes: float) -> None:
                 variants.append((turned, names[::-1]))
             shown.append(variants)
         texts = [f"\n\n{text}" for variants in shown for text, _ in variants]
-        shared, leads = encode_questions(lm.tokenizer, codec, [{"role": "user", "content": text}], texts)
+        message = {"role": "user", "content": text}
+        shared, leads = encode_questions(lm.tokenizer, codec, [message], texts, NO_THOUGHT)
         rest = iter(leads)
         labels = [[read_labels(codec, next(rest), names) for _, names in variants] for variants in shown]
         scores = iter(
@@ -99,8 +101,8 @@ def run(model: str, file: Path, minutes: float) -> None:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a file."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    """Return the records of a file, but for a last line that was cut."""
+    return list(read_journal(file))
 
 
 def rows(records: Sequence[dict[str, Any]]) -> Iterator[list[str]]:

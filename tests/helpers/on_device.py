@@ -25,7 +25,14 @@ import infer
 from aspd_jax import load_model
 from aspd_jax.language_model import LanguageModel
 from infer.answers.answer import Result
-from infer.evaluation.extraction import MODES, decode_task, extraction_table, read_tasks, summarise_extraction
+from infer.evaluation.extraction import (
+    MODES,
+    decode_task,
+    extraction_table,
+    read_tasks,
+    spread,
+    summarise_extraction,
+)
 from infer.offline.demonstration import QUESTIONS, demonstrate_decisions
 from infer.request import Mode, SamplingParams
 
@@ -107,7 +114,7 @@ def _answers(lm: LanguageModel, name: str, batch: int, questions: Sequence[Any],
     groups = [questions[place : place + batch] for place in range(0, len(questions), batch)]
     for number, group in enumerate([groups[0], *groups]):
         if limits.left < 0:
-            print(f"batch {batch}: no time for {len(questions) - (number - 1) * batch} questions")
+            print(f"batch {batch}: no time for {len(questions) - max(0, number - 1) * batch} questions")
             break
         for mode in KINDS:
             start = time.perf_counter()
@@ -155,18 +162,15 @@ def _row(name: str, batch: int, results: dict[Mode, list[Result]], seconds: dict
 
 def _fields(lm: LanguageModel, name: str, limits: Limits) -> None:
     """Decode JSON tasks in all modes, one at a time."""
-    tasks = read_tasks(None)
-    count = min(limits.tasks, len(tasks))
-    tasks = [tasks[number * len(tasks) // count] for number in range(count)]
+    tasks = spread(read_tasks(None), limits.tasks)
     engine = infer.Engine(lm, max_length=min(1024, lm.context_length), max_batch=1)
     engine.warm_up(alone=True, checks=True)
     decoded = []
-    for number, task in enumerate([*tasks[:2], *tasks]):
+    for number, task in enumerate(tasks):
         if limits.left < 0:
-            print(f"fields: no time for {count + 2 - number} tasks")
+            print(f"fields: no time for {len(tasks) - number} tasks")
             break
-        found = [decode_task(engine, task, mode, 400) for mode in MODES]
-        decoded += found if number > 1 else []
+        decoded += [decode_task(engine, task, mode, 400) for mode in MODES]
     if decoded:
         print(
             f"{name}, fields, {len(decoded) // len(MODES)} tasks\n\n{extraction_table(summarise_extraction(decoded))}"

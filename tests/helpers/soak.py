@@ -26,7 +26,7 @@ import httpx2 as httpx
 
 AT_ONCE = 24
 ROUND = 250
-ADAPTERS = Path(__file__).parents[1] / "aspd_jax" / "adapters"
+ADAPTERS = Path(__file__).parents[2] / "aspd_jax" / "adapters"
 BODIES = (b"{", b"[]", b"\xff", b'{"model": "aspd", "messages": 3}', b"x" * 2_000_000)
 THINGS = ("sleep better", "learn a language", "plan a garden", "save money", "prepare for an interview", "find friends")
 FORMS = ("How can I {}?", "Give me five tips: how do I {}?", "In one sentence: how does one {}?", "A story: I {}.")

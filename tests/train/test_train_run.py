@@ -106,7 +106,7 @@ def test_kill_9_at_any_moment(tmp_path: Path) -> None:
     cut = tmp_path / "cut"
     command = ["train", str(tmp_path / "config.yaml"), "--output", str(cut)]
     killed, chance = 0, random.Random(0)
-    while killed < 2:
+    for _ in range(2):  # the second one may end before it is killed
         reached = losses(cut)[-1:] if (cut / "metrics.jsonl").exists() else []
         process = subprocess.Popen(
             [sys.executable, "-m", "aspd", *command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -122,7 +122,7 @@ def test_kill_9_at_any_moment(tmp_path: Path) -> None:
             process.send_signal(signal.SIGKILL)
             killed += 1
         assert process.wait() in (0, -signal.SIGKILL)
-    assert aspd.main(command) == 0
+    assert killed and aspd.main(command) == 0
     assert losses(cut) == losses(tmp_path / "whole")
     one, other = (load_model(tmp_path / name / "model").params for name in ("whole", "cut"))
     jax.tree.map(np.testing.assert_array_equal, one, other)

@@ -21,6 +21,8 @@ from tests.helpers.training import changed, first_batch, prepared, small, wide
 from train.config import TrainConfig
 from train.step import rounded, train_step
 
+SGD = optax.sgd(1.0)  # an update is the gradient
+
 
 def stepped(config: TrainConfig) -> tuple[Any, Any]:
     """Metrics and full parameters after one step."""
@@ -45,20 +47,20 @@ WAYS += [pytest.param(change, marks=pytest.mark.slow) for change in ({"model__sc
 @pytest.mark.further
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("change", WAYS, ids=str)
-def test_the_same_step_in_another_way(change: dict[str, Any]) -> None:
-    """Check that accumulated, scanned and rematerialised steps equal the plain step."""
-    base = changed(wide(), optimiser__warmup=0.0, steps=1)
+def test_the_same_step_in_another_way(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that accumulated, scanned and rematerialised steps equal the plain step, by plain gradient descent."""
+    monkeypatch.setattr("train.setup.make_optimiser", lambda config, steps: SGD)
+    base = changed(wide(), steps=1)
     metrics, params = stepped(base)
     other, after = stepped(changed(base, **change))
     assert float(other["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
     assert float(other["gradient_norm"]) == pytest.approx(float(metrics["gradient_norm"]), rel=1e-4)
-    assert jax.tree.structure(params) == jax.tree.structure(after)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, after)
 
 
 def test_gradients_of_an_accumulated_step_are_those_of_the_whole(monkeypatch: Any) -> None:
     """Check the gradients by plain gradient descent, in which an update is the gradient."""
     monkeypatch.setattr("train.setup.make_optimiser", lambda config, steps: SGD)
-    SGD = optax.sgd(1.0)
     whole, parts = (stepped(changed(wide(), optimiser__accumulate=parts))[1] for parts in (1, 4))
     start = prepared(wide()).language_model(prepared(wide()).state).params
     moved = [np.abs(a - b).max() for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(start), strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def test_answers_without_a_field_do_not_agree_on_it() -> None:
 
     twice = [decoded(mode, {"a": 1, "b": 2}) for mode in ("serial", "parallel") * 2]
     assert [row["count"] for row in summarise_extraction(twice)] == [2, 2], "tasks may have equal ids"
-    assert agreement({}, {}) == agreement({}, {"a": None}) == 0
+    assert isnan(agreement({}, {})) and isnan(agreement({}, {"a": None})), "serial mode has no field to agree on"
+    assert agreement({"a": 1}, {}) == 0 and agreement({"a": 1}, {"a": 1}) == 1
     assert agreement({"a": None, "b": "x"}, {"a": None, "b": "y"}) == 0.5
 
 

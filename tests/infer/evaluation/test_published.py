@@ -41,8 +41,8 @@ def test_records_of_sob(tmp_path: Path) -> None:
     assert one.prompt.startswith("Who, and what?\n\nContext: Ana: 3, 4\n\n") and json.dumps(SCHEMA) in one.prompt
     assert one.right({"name": "ana", "rows": [{"n": 3}]}) == {"/name": False, "/rows/0/n": True, "/rows/1/n": False}
     assert all(one.right(RECORD["ground_truth"]).values())  # type: ignore[arg-type]
-    nothing = replace(one, gold={"rows": []})
-    assert nothing.right({"rows": []}) == {"/rows": True} and nothing.right({"rows": [1]}) == {"/rows": False}
+    assert one.right({"name": "Ana", "rows": []}) == {"/name": True, "/rows/0/n": False, "/rows/1/n": False}
+    assert replace(one, gold={"rows": []}).right({"rows": []}) == {}, "as SOB, which counts no empty list"
 
     for wrong in ("[]", json.dumps(RECORD | {"json_schema": 5}), json.dumps({"input": asked}), "{"):
         file.write_text(json.dumps(RECORD) + "\n" + wrong + "\n")
@@ -117,7 +117,9 @@ def test_calls_of_bfcl(bfcl: Path) -> None:
     cut = {"shop.price": '{"kind": {"good": "pe'}
     for task, calls, right in (
         (simple, [pen], True), (simple, [cup], False), (simple, [], False), (simple, [cut], False),
-        (parallel, [pen, pen], True), (parallel, [pen], False), (irrelevance, [], True), (irrelevance, [cut], False),
+        (parallel, [pen, pen], True), (parallel, [pen], False), (irrelevance, [], True), (irrelevance, [pen], False),
+        (irrelevance, [cut], True), (replace(irrelevance, category="live_relevance"), [cut], False),
+        (replace(irrelevance, category="live_relevance"), [pen], True),
     ):  # fmt: skip
         assert task.right({"calls": calls}) == {"calls": right}, (task.id, calls)
     assert [task.modes for task in (simple, parallel)] == [("serial",)] * 2
@@ -150,7 +152,8 @@ def test_requests_are_those_of_a_client(bfcl: Path, demo_engine: Engine, choice:
         "required": ["kind", "new"],
         "properties": {"kind": kind, "new": {"type": "boolean"}},
     }
-    tools = [{"type": "function", "function": PRICE | {"parameters": parameters}}]
+    described = {"description": f"{PRICE['description']}{published.HINT}", "parameters": parameters}
+    tools = [{"type": "function", "function": PRICE | described}]
     more = {"tool_choice": choice} | ({"parallel_tool_calls": False} if choice == "required" else {})
     with serving(demo_engine) as server:
         for mode, calls in ours.items():
@@ -166,9 +169,15 @@ def test_requests_are_those_of_a_client(bfcl: Path, demo_engine: Engine, choice:
 
 def test_types_of_bfcl_are_those_of_json_schema() -> None:
     floats = {"type": "tuple", "items": {"type": "float", "description": "any"}}
-    schema = {"type": "dict", "properties": {"type": {"type": "any"}, "at": floats, "plain": {"type": "integer"}}}
+    plain, half = {"type": "integer"}, {"type": "float", "description": "Half."}
+    schema = {"type": "dict", "properties": {"type": {"type": "any"}, "at": floats, "plain": plain, "half": half}}
+    schema["properties"] |= {"none": {"description": "no type"}}  # type: ignore[operator]
     numbers = {"type": "array", "items": {"type": "number", "description": "any"}}
-    properties = {"type": {"type": "string"}, "at": numbers, "plain": {"type": "integer"}}
+    properties = {"type": {"type": "string"}, "at": numbers, "plain": plain}
+    properties |= {
+        "half": {"type": "number", "format": "float", "description": "Half. This is a float type value."},
+        "none": {"type": "string", "description": "no type"},
+    }
     assert _json_schema(schema) == {"type": "object", "properties": properties}
 
 

@@ -59,6 +59,7 @@ def test_whatever_the_schema_allows() -> None:
 
             ask()
     assert seen["/v1/chat/completions", 200] > 2 and seen["/v1/completions", 200] > 2, "they reach the engine"
+    assert all(seen[f"/v1/{name}", 200] for name in ("responses", "decisions", "systemone")), seen
     assert {path for path, _ in seen} >= {"/", "/health", "/live", "/metrics", "/v1/models", "/v1/models/{name}"}
 
 
