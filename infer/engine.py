@@ -441,7 +441,7 @@ class Engine:
         if draft is not None:
             codec = self.lm.codec.text
             try:
-                left = budget - len(codec.encode_exactly(draft.opening))
+                left = min(budget, params.max_content_tokens or budget) - len(codec.encode_exactly(draft.opening))
                 check_template(draft, self._schemas, codec, self.config, left, params.max_branch_tokens)
             except AspdError:  # the answer is decoded without a draft
                 draft = None

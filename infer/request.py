@@ -322,7 +322,7 @@ class SamplingParams:
     fork_bias: float = _parameter(0.0, Bounds(ge=-100, le=100), device=False)
     min_tokens: int = _parameter(0, Bounds(ge=0, lt=INT32))
     max_new_tokens: int = _parameter(256, Bounds(ge=1), cli=Offer(512), http=None, yaml=Offer(1024), device=False)
-    max_content_tokens: int | None = _library_parameter(None, Bounds(ge=0))
+    max_content_tokens: int | None = _library_parameter(None, Bounds(ge=0, lt=INT32))
     max_branch_tokens: int = _parameter(1024, Bounds(ge=1, lt=1 << 24), http=None)
     stop: tuple[str, ...] = _parameter((), http=Offer(None), yaml=None, proxy=Forward(), device=False)
     end_at_repeat: str | None = _library_parameter(None)

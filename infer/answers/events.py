@@ -262,7 +262,7 @@ class FilledReader:
         """
         events: list[Event] = []
         if text is not None:
-            new, self._text = text[len(self._text) :], text
+            new, self._text = text[len(self._text) :], max(self._text, text, key=len)  # shorter after a retry
             return [Event("token", text=new)] if new else []
         if state.blocks and not self._shown and state.template.opening:
             events.append(Event("token", text=state.template.opening))
@@ -274,7 +274,7 @@ class FilledReader:
             for branch, hole in enumerate(block.holes, 1):
                 key, before = (number, branch), self._shown.get((number, branch), "")
                 text = state.template.lead(hole) + state.values.get(hole.name, "")
-                self._shown[key] = text
+                self._shown[key] = max(before, text, key=len)
                 if len(text) > len(before):
                     events.append(Event("token", number, branch, text=text[len(before) :]))
                 if key not in self._ended and hole.name not in block.growing:

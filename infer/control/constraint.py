@@ -106,9 +106,10 @@ class Constraint(Controller):
         tokens, masks, known = drafted(matcher, self._draft.copy(), most, self._ends, self._words)
         if matcher is not None and matcher.error:
             # The draft exceeds a limit, which the answer may not. Copies of a matcher fail together.
-            self._draft, fresh = None, self._schemas.matcher(*(self._params.answer_grammar or ("", "")))
+            grammar = self._params.answer_grammar or ("", "")
+            self._serial, fresh = self._schemas.matcher(*grammar), self._schemas.matcher(*grammar)
             fresh.take(ids)
-            self._matchers[0, 0] = fresh
+            self._draft, self._matchers[0, 0] = None, fresh
             return Check([last], [next_mask(fresh, self._words)], [False])
         return Check([last, *tokens], masks, known)
 

@@ -57,6 +57,7 @@ class Item:
         growing: whether further tokens belong to the body.
         live: whether the branch samples tokens.
         left: tokens after which it waits again; 0: it waits at the beginning of a line.
+        cut: whether `max_branch_tokens` or a budget ended its body.
         final: tokens in the finished list, with the separator behind the item; empty: they are not known.
     """
 
@@ -68,6 +69,7 @@ class Item:
     growing: bool = True
     live: bool = True
     left: int = 0
+    cut: bool = False
     final: list[int] = field(default_factory=list)
 
 
@@ -134,6 +136,8 @@ class Lists(Controller):
         self._list: OpenList | None = None
         self._line: int | None = None  # serial tokens before a line that may begin a list
         self._hidden = 0  # sampled tokens that are no part of the answer
+        self._cut = False  # whether an item of a finished list is cut
+        self._ends = frozenset((*config.end, *config.special.ids))
         self._base = 0  # position of the first token of the answer
 
     def start(self) -> RowGuidance:
@@ -154,11 +158,12 @@ class Lists(Controller):
             shown = serial if self._line is None or output.finish != RUNNING else serial[: self._line]
             items, growing = [*self._items, SerialIds(shown[self._after :])], frozenset[int]()
         else:
-            for item, ids in zip(self._list.items, output.branch_ids if output.finish == RUNNING else (), strict=False):
+            bodies = output.branch_ids if output.finish == RUNNING else ()
+            for number, (item, ids) in enumerate(zip(self._list.items, bodies, strict=False), 1):
                 if item.growing:
-                    self._read_body(self._list.form, item, ids)
-            items, growing = self._with_list(self._list)
-        return replace(output, items=items, end=end, open_branches=growing, discarded=self._hidden)
+                    self._read_body(self._list.form, item, ids, number in output.exhausted)
+            items, growing = self._with_list(self._list, serial)
+        return replace(output, items=items, end=end, open_branches=growing, discarded=self._hidden, cut=self._cut)
 
     def follow(self, output: RequestOutput) -> RowGuidance:
         """Return what follows the last tokens of a sequence that waits."""
@@ -299,9 +304,10 @@ class Lists(Controller):
         self._join(opened)
         return self._feed(opened, 0, output)
 
-    def _read_body(self, form: ListForm, item: Item, ids: list[int]) -> None:
-        """Take the tokens of a branch so far."""
-        ended = bool(ids) and int(self._classes.kind[ids[-1]]) == END
+    def _read_body(self, form: ListForm, item: Item, ids: list[int], exhausted: bool) -> None:
+        """Take the tokens of a branch so far; the device ends branches at their limits with one of `_ends`."""
+        ended = bool(ids) and ids[-1] in self._ends
+        item.cut = ended and (exhausted or len(ids) - len(item.head) >= self._request.params.max_branch_tokens)
         whole = ids[:-1] if ended else ids
         head = self._codec.decode(item.head)
         text = self._codec.decode(whole)[len(head) :]
@@ -312,7 +318,7 @@ class Lists(Controller):
         while size > len(item.head) and len(self._codec.decode(whole[:size])) > len(head) + body.end:
             size -= 1
         item.shown = whole[:size]
-        item.growing = not (ended or body.next)  # the device ends branches at the limits of their tokens
+        item.growing = not (ended or body.next)
         self._hidden += 0 if item.growing else len(ids) - size
         line = text.rpartition("\n")[2]
         item.left = int("\n" in text and len(line) < CLOSER)
@@ -383,6 +389,7 @@ class Lists(Controller):
             complete: whether the answer ends behind it, so that nothing is separated from the last item.
         """
         kept = opened.items[: opened.checked]
+        self._cut |= any(item.cut for item in kept)
         self._hidden += sum(len(item.shown) for item in opened.items[opened.checked :])
         ids = [item.final for item in kept]
         if complete:
@@ -397,13 +404,18 @@ class Lists(Controller):
         self._list = self._line = None
         self._detector.pass_over(opened.form)
 
-    def _with_list(self, opened: OpenList) -> tuple[list[ItemIds], frozenset[int]]:
-        """Return the items of an answer whose last one is a list under way, and the numbers of unchecked branches."""
+    def _with_list(self, opened: OpenList, serial: Sequence[int]) -> tuple[list[ItemIds], frozenset[int]]:
+        """Return the items of an answer whose last one is a list under way, and the numbers of unchecked branches.
+
+        An item is checked once a token is sampled behind it: an answer that ends there has no separator.
+        """
         before = SerialIds(opened.before[self._after :])
         if not opened.items:
             return [*self._items, before], frozenset()
-        ids = [item.final if number < opened.checked else item.shown for number, item in enumerate(opened.items)]
-        growing = frozenset(range(opened.checked + 1, len(opened.items) + 1))
+        is_behind = len(serial) > len(opened.before) + opened.fed
+        checked = opened.checked - (opened.fed in opened.ends[1:] and not is_behind)
+        ids = [item.final if number < checked else item.shown for number, item in enumerate(opened.items)]
+        growing = frozenset(range(checked + 1, len(opened.items) + 1))
         return [*self._items, before, self._block(opened.items, ids)], growing
 
     def _block(self, items: Sequence[Item], ids: Sequence[list[int]]) -> BlockIds:

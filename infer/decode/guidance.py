@@ -267,7 +267,8 @@ def _take_back(state: DecodeState, guidance: Guidance) -> DecodeState:
     hidden = takes[:, None] & (cache.layout.position >= guidance.resume_at[:, None])
     layout = cache.layout._replace(sequence=jnp.where(hidden, 0, cache.layout.sequence))
     ends = jnp.where(layout.sequence > 0, 1 + jnp.arange(layout.sequence.shape[1]), 0)
-    length = jnp.where(takes, jnp.max(ends, axis=1), cache.length)
+    least = s.cursor.prompt_length - 1  # the last tokens of a prompt may be hidden draft tokens of the row it continues
+    length = jnp.where(takes, jnp.maximum(jnp.max(ends, axis=1), least), cache.length)
     s = s._replace(
         cursor=s.cursor._replace(
             position=jnp.where(takes, guidance.resume_at, s.cursor.position),

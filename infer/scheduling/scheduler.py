@@ -491,15 +491,15 @@ class Scheduler:
 
     def _end(self, state: RequestState, output: RequestOutput) -> None:
         """End a request with what was decoded of its answer, and free its row."""
-        if state.row is not None:
+        if state.row is not None and state.decoding:
+            self._prefixes.store(state.row, self._memory(state, state.row))
+        state.update(output, self._result(state, output))
+        if state.row is not None:  # not before: an exception above fails a request that has its row
             self._rows[state.row] = None
-            if state.decoding:
-                self._prefixes.store(state.row, self._memory(state, state.row))
         if not state.failed:
             self._adapters.release(state.request.adapter)
         if self._alone is state:
             self._alone = None
-        state.update(output, self._result(state, output))
 
     def _memory(self, state: RequestState, row: int) -> RowMemory:
         """Return the contents of a row for later prompts: prompt and answer, or the prompt alone.

@@ -7,6 +7,7 @@ import pytest
 from aspd_jax.fields import fields_template
 from aspd_jax.structure import plain_text
 from aspd_jax.template import Hole, Template
+from infer.answers.events import FilledReader
 from infer.answers.filled import Filled, FilledBlock, hole_text
 
 
@@ -34,3 +35,12 @@ def test_a_field_may_have_an_empty_name(growing: tuple[str, ...], text: str) -> 
     block = FilledBlock(template.holes, frozenset(growing))
     filled = Filled(template, {"": "1", "a": "2"}, (block,), is_final=True)
     assert filled.text == text == plain_text(filled.structure)
+
+
+def test_a_template_that_is_decoded_again_is_not_sent_twice() -> None:
+    """Check a stream whose request begins again after a failure of the engine."""
+    template = fields_template(NUMBERS)
+    assert template is not None
+    filled, reader = Filled(template, {}), FilledReader(())
+    sent = [event.text for text in ('{"": 1', "", '{"": ', '{"": 12') for event in reader.read(filled, text)]
+    assert sent == ['{"": 1', "2"]

@@ -350,7 +350,7 @@ def test_budgets_cut_and_say_so(engine: Engine) -> None:
                 continue
             cut += result.finish_reason == "length"
             tokens = len(result.token_ids) if name == "max_new_tokens" else result.stats.content_tokens
-            assert tokens <= limit
+            assert tokens <= limit and whole.text.startswith(result.text)
             if result.finish_reason == "stop":
                 assert result.text == whole.text
     assert refused and cut

@@ -114,9 +114,12 @@ def test_events_tell_the_whole_answer(engine: Engine, steps: int) -> None:
 
 
 def test_events_have_text_and_stop_strings_never_show(lm: LanguageModel) -> None:
-    own = Engine(lm, **SIZES)
+    own, stopped, branches = Engine(lm, **SIZES), 0, 0
     for seed in range(6):
         params = SamplingParams(temperature=1.0, max_new_tokens=60, seed=seed, stop=("e1", "an"))
+        free = own.generate(["Run"], replace(params, stop=()))[0]
+        stopped += any(stop in free.text for stop in params.stop)
+        branches += free.stats.branches
         events = list(own.submit("Run", params, max_steps=1))
         result = events[-1].result
         assert result is not None
@@ -126,6 +129,7 @@ def test_events_have_text_and_stop_strings_never_show(lm: LanguageModel) -> None
         written = [b.text for item in result.structure if hasattr(item, "branches") for b in item.branches]
         assert sorted(told) == sorted(written)
         assert not any(stop in text for text in (serial, *told) for stop in params.stop)
+    assert stopped and branches, "answers without these strings would show nothing"
 
 
 @pytest.mark.default_cases(1)
@@ -680,6 +684,18 @@ def test_requests_of_other_threads_join_while_steps_run(engine: Engine) -> None:
     while any(thread.is_alive() for thread in threads) or any(handle.result is None for handle in handles):
         engine.step(2)
     assert len(handles) == 200 and all(handle.result is not None for handle in handles)
+
+
+def test_a_failure_at_the_end_of_an_answer_fails_its_request(bare_lm: LanguageModel, monkeypatch: Any) -> None:
+    own, _ = engines(bare_lm, 1)
+    running = own.submit([5], SamplingParams(max_new_tokens=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(infer.scheduling.scheduler, "make_result", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+        with pytest.raises(MemoryError):
+            running.wait()
+    with pytest.raises(RuntimeError, match="submit it again"):
+        running.wait()
+    assert own.generate([[5]], SamplingParams(max_new_tokens=2))[0].finish_reason == "length"
 
 
 def test_a_failure_takes_nobody_with_it_who_waits(bare_lm: LanguageModel, monkeypatch: Any) -> None:
