@@ -116,10 +116,9 @@ def test_events_tell_the_whole_answer(engine: Engine, steps: int) -> None:
 def test_events_have_text_and_stop_strings_never_show(lm: LanguageModel) -> None:
     own, stopped, branches = Engine(lm, **SIZES), 0, 0
     for seed in range(6):
-        params = SamplingParams(temperature=1.0, max_new_tokens=60, seed=seed, stop=("e1", "an"))
-        free = own.generate(["Run"], replace(params, stop=()))[0]
-        stopped += any(stop in free.text for stop in params.stop)
-        branches += free.stats.branches
+        free = SamplingParams(temperature=1.0, max_new_tokens=150, seed=seed, fork_bias=5.0)
+        params = replace(free, stop=("e1", "an"))
+        stopped += any(stop in own.generate(["Run"], free)[0].text for stop in params.stop)
         events = list(own.submit("Run", params, max_steps=1))
         result = events[-1].result
         assert result is not None
@@ -127,8 +126,10 @@ def test_events_have_text_and_stop_strings_never_show(lm: LanguageModel) -> None
         assert serial == "".join(item.text for item in result.structure if hasattr(item, "text"))
         told = [event.text for event in events if event.kind == "branch"]
         written = [b.text for item in result.structure if hasattr(item, "branches") for b in item.branches]
-        assert sorted(told) == sorted(written)
+        assert set(told) <= set(written)
+        assert len(written) - len(told) <= (result.finish_reason == "stop"), "a stop string may end one branch"
         assert not any(stop in text for text in (serial, *told) for stop in params.stop)
+        branches += len(told)
     assert stopped and branches, "answers without these strings would show nothing"
 
 
