@@ -120,6 +120,23 @@ def test_values_do_not_depend_on_the_rows_dequantised_at_a_time(
     assert values.shape == expected.shape and np.abs(values - expected).max() < 0.05
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q5_K", "Q3_K", "Q2_K", "IQ4_NL"])
+def test_blocks_of_published_files_are_those_of_the_library(name: str, tmp_path: Path) -> None:
+    """Check the quantisations of which the library writes none, Q4_K_M's among them, with random blocks."""
+    kind = GGMLQuantizationType[name]
+    count, size = GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(2).integers(0, 60, (3, 512 // count * size), np.uint8)  # no scale is infinite
+    writer = GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_tensor("x", blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensor = open_gguf_file(tmp_path / "a.gguf").tensors["x"]
+    assert tensor.shape == (3, 512) and np.ptp(tensor.values()) > 0
+    np.testing.assert_array_equal(tensor.values(), dequantize(blocks, kind))
+
+
 def test_every_quantisation_has_a_size() -> None:
     assert set(GGMLQuantizationType) == set(GGML_QUANT_SIZES)
 

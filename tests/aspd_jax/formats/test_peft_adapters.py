@@ -16,6 +16,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
+import aspd
 from aspd_jax import LanguageModel, build_layout, load_model, save_model
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats.adapter import CONFIG, WEIGHTS, open_adapter
@@ -76,6 +77,9 @@ def test_a_written_adapter_merges_into_what_was_trained(name: str, tmp_path: Pat
     assert np.abs(logits(load_model(folder)) - logits(trained)).max() > 0.1
     save_model(trained, tmp_path / "exported")
     np.testing.assert_allclose(logits(load_model(tmp_path / "exported")), logits(trained), atol=2e-4)
+    converted = ["--adapter", str(tmp_path / "adapter"), "--output", str(tmp_path / "converted")]
+    assert aspd.main(["convert", str(folder), *converted]) == 0
+    np.testing.assert_allclose(logits(load_model(tmp_path / "converted")), logits(trained), atol=2e-4)
     assert {file.name for file in (tmp_path / "adapter").iterdir()} >= {CONFIG, WEIGHTS, "aspd.json", "tokenizer.json"}
 
 
