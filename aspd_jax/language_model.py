@@ -190,10 +190,10 @@ def load_model(
     )  # fmt: skip
     tokenizer, special, new_rows = checkpoint.tokenizer, None, {}
     tensors, stored = checkpoint.tensors(), checkpoint.hf.vocab_size
-    old_length = stored if tokenizer is None else len(tokenizer)
+    known = stored if tokenizer is None else min(stored, len(tokenizer))  # tokens with a name and a row
     if tokenizer is not None:
         special = add_special_tokens(tokenizer)
-        new_rows = {i: min(old_length, config.vocab_size) for i in special.ids if i >= old_length}
+        new_rows = {i: known for i in special.ids if i >= known}
         config = replace(config, vocab_size=max(config.vocab_size, len(tokenizer)))
         without_row = [i for i in range(stored, len(tokenizer)) if i not in special.ids]
         new_rows |= dict.fromkeys(without_row, stored)
@@ -213,12 +213,12 @@ def load_model(
                 f"{path}: expected a base model without an adapter, got one with a merged adapter. Load its base."
             )
         opened = open_adapter(adapter)
-        opened.check_tokens(min(old_length, stored), special.ids if special else ())
+        opened.check_tokens(known, special.ids if special else ())
         if config.tied and HEAD in {*opened.factors, *opened.rows}:
             raise CheckpointError(f"{adapter}: expected no {HEAD}, which is the embedding in {path}, got one")
         config = replace(config, **opened.settings)
         tensors = opened.applied(tensors, checkpoint.source)
-        if opened.tokens and opened.tokens[-1] >= old_length:  # the adapter has the rows of the special tokens
+        if opened.tokens and opened.tokens[-1] >= known:  # the adapter has the rows of the special tokens
             new_rows, stored = {}, max(stored, opened.tokens[-1] + 1)
     drafter = NO_DRAFT_HEADS
     if draft_heads != 0:
@@ -275,7 +275,12 @@ def put_adapter(lm: LanguageModel, number: int, adapter: Adapter | None) -> None
             unchanged.
     """
     if adapter is not None:
-        adapter.check_tokens(0, () if lm.special_tokens is None else lm.special_tokens.ids)
+        tags = () if lm.special_tokens is None else lm.special_tokens.ids
+        if any(rows.tokens != tags for rows in adapter.rows.values()):
+            raise CheckpointError(
+                f"{adapter.source}: trainable_token_indices: expected the ids of the six tags, {list(tags)}, "
+                f"got {adapter.tokens}. Merge the adapter into its base."
+            )
         for name, value in adapter.settings.items():
             if getattr(lm.config, name) != value:
                 raise CheckpointError(f"{adapter.source}: {name}: expected {getattr(lm.config, name)!r}, got {value!r}")
@@ -301,13 +306,13 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
         )
     aspd: dict[str, Any] = _settings(lm) if lm.tagged else {}
     hf_config = {**lm.hf_config, "vocab_size": lm.config.vocab_size, "aspd": aspd}
-    target, kept = Path(path), dtype or lm.config.dtype
+    kept = dtype or str(lm.params["embedding"]["embedding"].dtype)
     params = {name: value for name, value in lm.params.items() if name != DRAFT_HEADS}
     tensors = tensors_from(lm.config, merge_adapters(lm.config, params), dtype)
     named = () if lm.tokenizer is None else sorted(lm.tokenizer.get_vocab().values())
     if unused := [[token, token + 1] for token in named if lm.config.is_unused(token)]:
         hf_config["aspd"] = aspd | {"unused_tokens": unused}
-    with write_folder(target) as folder:
+    with write_folder(Path(path)) as folder:
         write_settings(folder, hf_config, kept, lm.end_ids, lm.tokenizer, lm.generation)
         write_tensors(folder, tensors)
         if lm.config.draft_heads:

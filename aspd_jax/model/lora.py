@@ -49,7 +49,7 @@ def merge_adapters(config: ModelConfig, parameters: Any) -> Any:
         if down is not None and up is not None:
             change = np.tensordot(np.asarray(jax.device_get(up)), np.asarray(jax.device_get(down)), 1)
             kernel = kernel.astype(np.float32) + config.lora_alpha / config.lora_rank * change
-        merged[path] = kernel.astype(dtype)
+        merged[path] = kernel.astype(dtype, copy=False)
     for name, target in KERNELS.items():
         if (rows := leaves.get((NEW_TOKENS, name))) is not None:
             merged[target] = np.array(jax.device_get(leaves[target]))
@@ -98,9 +98,14 @@ def adapter_parameters(config: ModelConfig, parameters: Any, adapter: Adapter | 
         if tensor.path[-1] == "kernel" and (*tensor.path[:-1], "lora_down") in leaves:
             parts.setdefault(tensor.path[:-1], []).append((name.removesuffix(".weight"), tensor))
     if adapter is not None:
-        known = {name for layers in parts.values() for name, _ in layers} | set(ROWS.values())
-        if unknown := sorted({*adapter.factors, *adapter.rows} - known):
-            raise CheckpointError(f"{adapter.source}: expected a base with {unknown[0]}, got one without it")
+        with_factors = {name for layers in parts.values() for name, _ in layers}
+        with_rows = {tensor for name, tensor in ROWS.items() if (NEW_TOKENS, name) in leaves}
+        for kind, names, known in (("factors", adapter.factors, with_factors), ("rows", adapter.rows, with_rows)):
+            if unknown := sorted(names.keys() - known):
+                raise CheckpointError(
+                    f"{adapter.source}: expected a base with slots for {kind} of {unknown[0]}, got one without. "
+                    "Merge the adapter into its base."
+                )
     new: dict[Path_, np.ndarray] = {}
     for path, layers in parts.items():
         down, up = (np.zeros(leaves[(*path, name)].shape, np.float32) for name in ADAPTERS)
