@@ -31,6 +31,7 @@ from aspd_jax.formats.draft_file import (
     write_draft_heads,
 )
 from aspd_jax.formats.folder import write_settings, write_tensors
+from aspd_jax.formats.tokenizer_files import check_template
 from aspd_jax.layout import Layout
 from aspd_jax.model.adapter import HEAD, Adapter, Factors, Rows
 from aspd_jax.model.config import ModelConfig, Weights, context_length, from_hugging_face, padded
@@ -106,7 +107,7 @@ def for_conversations(lm: LanguageModel, path: str | os.PathLike[str], template:
         template: Jinja file, for a tokenizer without a chat template; empty: no change.
 
     Raises:
-        CheckpointError: the model has no tokenizer.
+        CheckpointError: the model has no tokenizer, or the template is not valid Jinja.
         ConfigError: the file cannot be read.
     """
     read_template(lm.tokenizer, path, template)
@@ -118,10 +119,12 @@ def read_template(tokenizer: Any, path: str | os.PathLike[str], template: str | 
     if tokenizer is None:
         raise CheckpointError(f"{path}: expected a tokenizer, got none. Put tokenizer.json into the folder.")
     if os.fspath(template):
+        file = find_config(Path(template))
         try:
-            tokenizer.chat_template = find_config(Path(template)).read_text()
+            tokenizer.chat_template = file.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template: {error}") from None
+        check_template(file, tokenizer)
 
 
 def dtype_name(dtype: Any, hf_config: Mapping[str, Any], backend: str) -> str:
