@@ -17,7 +17,7 @@ from aspd_jax.formats import Checkpoint, Tensors
 from aspd_jax.formats.gguf_file import GgufTensor, open_gguf_file
 from aspd_jax.formats.gguf_metadata import Metadata
 from aspd_jax.formats.gguf_tokenizer import read_end_ids, read_tokenizer
-from aspd_jax.formats.hf_config import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Kind, make_config
+from aspd_jax.formats.hf_config import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Kind, check_fields, make_config
 
 # Architectures by their GGUF name; Mistral files have the architecture llama.
 FAMILIES = {
@@ -103,6 +103,7 @@ def open_gguf(path: Path) -> Checkpoint:
     if len(tensors) != expected:
         raise CheckpointError(f"{path}: expected {expected} tensors in all parts, got {len(tensors)}")
     hf_config = _config(metadata, family, tensors)
+    check_fields(str(path), hf_config)
     tokenizer = read_tokenizer(metadata)
     return Checkpoint(
         source=str(path),

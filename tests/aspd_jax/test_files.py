@@ -222,10 +222,10 @@ def test_a_folder_may_be_the_current_one_or_a_link(tmp_path: Path, monkeypatch: 
 
 
 def test_a_folder_that_cannot_be_replaced_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OutputError, match="/: expected a folder that can be replaced, got a mount point"):
+    with pytest.raises(OutputError, match=r"^/: expected a folder that can be replaced, got a mount point"):
         write_folder(Path("/")).__enter__()
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
-    with pytest.raises(OutputError, match="got a mount point. Choose one in it"):
+    with pytest.raises(OutputError, match=r"got a mount point\. Choose one in it"):
         write_folder(tmp_path).__enter__()
     for path in ("", ".", "/"):
         with pytest.raises(OutputError, match="expected a path with a name, got a folder"):

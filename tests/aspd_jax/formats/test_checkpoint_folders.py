@@ -130,6 +130,14 @@ def test_real_fields_that_change_nothing(name: str, tmp_path: Path) -> None:
             "use_bidirectional_attention: expected false, got true",
         ),
         (
+            tiny_config(**GEMMA3 | {"final_logit_softcapping": 30.0}),
+            "config.json: final_logit_softcapping: expected null, got 30.0",
+        ),
+        (
+            tiny_config(**GEMMA3 | {"rope_scaling": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}),
+            "rope_scaling.full_attention: expected none in default scaling, got {'rope_type'",
+        ),
+        (
             tiny_config(rope_scaling={"rope_type": "linear", "factor": 2.0, "odd": 3}),
             "rope_scaling.odd: expected none in linear scaling, got 3",
         ),
@@ -291,7 +299,7 @@ def test_a_yarn_field_that_transformers_does_not_read_changes_nothing() -> None:
 
 
 def test_a_rotary_embedding_may_be_in_the_fields_of_two_versions() -> None:
-    old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    old = {"rope_theta": 5e5, "rope_scaling": {"rope_type": None, "type": "linear", "factor": 2.0}}
     new = {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 5e5}}
     configs = [tiny_config(**fields) for fields in (old, {"rope_theta": None} | new, old | new)]
     for config in configs:

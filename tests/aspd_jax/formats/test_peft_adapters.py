@@ -291,6 +291,9 @@ def test_rows_of_ordinary_tokens_are_merged(pair: tuple[Path, Path], tmp_path: P
     old, new = (np.asarray(lm.params["embedding"]["embedding"]) for lm in (before, merged))
     np.testing.assert_array_equal(new[[7, 5]], rows)
     assert np.flatnonzero((new != old).any(axis=1))[:2].tolist() == [5, 7]
+    within_images = name.replace("model.embed", "model.language_model.embed")  # in Gemma3ForConditionalGeneration
+    save_file(tensors | {within_images: rows}, folder / WEIGHTS)
+    np.testing.assert_array_equal(open_adapter(folder).rows["model.embed_tokens"].values, rows)
     known = base_rows(base)
     changed(folder, trainable_token_indices=[7, known + 50])
     with pytest.raises(
