@@ -32,7 +32,6 @@ SINGLE = ("additionalProperties", "items", "additionalItems", "contains", "prope
           "unevaluatedItems", "unevaluatedProperties", "contentSchema")  # fmt: skip
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 MAPS = ("properties", "patternProperties", "dependentSchemas", *DEFINITIONS)
-VALUES = ("const", "enum", "default", "examples", "example")  # keywords whose value is no schema, and may be null
 DRAFT = re.compile(r"https?://json-schema\.org/draft[-/](?:0?([467])|(2019|2020)-\d\d)/schema#?")
 CLASS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)  # an escape or a class of a regular expression
 MAX_LIMITATIONS = 64  # maximum keywords that an approximation ignores because llguidance refuses their values

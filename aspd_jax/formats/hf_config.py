@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats.side_files import read_object
@@ -112,7 +112,6 @@ NEUTRAL = frozenset(
         "auto_map",
         "base_model",
         "base_model_name_or_path",
-        "cache_implementation",
         "chunk_size_feed_forward",
         "classifier_dropout",
         "dropout",
@@ -136,16 +135,12 @@ NEUTRAL = frozenset(
         "model_name",
         "name_or_path",
         "num_labels",
-        "output_attentions",
-        "output_hidden_states",
         "output_router_logits",
-        "output_scores",
         "prefix",
         "pretraining_tp",
         "problem_type",
         "resid_pdrop",
         "return_dict",
-        "return_dict_in_generate",
         "router_aux_loss_coef",
         "seq_length",
         "task_specific_params",
@@ -155,45 +150,15 @@ NEUTRAL = frozenset(
         "torch_dtype",
         "torchscript",
         "transformers.js_config",
-        "transformers_version",
         "transformers_weights",
         "unsloth_fixed",
         "unsloth_version",
         "use_bfloat16",
-        "use_cache",
         "use_flash_attention",
         "use_flash_attention_2",
         "use_flash_attn",
     ]
-) | frozenset(
-    # Defaults of `generate`, which older versions of transformers write into config.json.
-    [
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "diversity_penalty",
-        "do_sample",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "exponential_decay_length_penalty",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "length_penalty",
-        "max_length",
-        "max_new_tokens",
-        "min_length",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "suppress_tokens",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-    ]
-)
+) | frozenset(vars(GenerationConfig()))  # older versions of transformers write these into config.json
 NEUTRAL_ENDINGS = ("_token_id", "_token_index")
 NEUTRAL_IN_FAMILY = {
     "llama": {"sliding_window", "max_window_layers"},
@@ -246,11 +211,6 @@ ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
 }
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-ROPE_NUMBERS = (
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
-    "attention_factor", "mscale", "mscale_all_dim", "rope_theta",
-)  # fmt: skip
 # Ignored in scalings that do not read them. `transformers` does not read `attn_factor`, which Qwen3 distillations have.
 ROPE_NEUTRAL = ("finetuned", "original_max_position_embeddings", "attn_factor")
 ROPE_NEUTRAL_VALUES = {"partial_rotary_factor": 1, "factor": 1, "extrapolation_factor": 1}
@@ -436,8 +396,8 @@ def _check_rope(where: str, values: Mapping[str, Any], nested: bool) -> None:
             _check_rope(f"{where}.{kind}", inside or {}, nested=False)
         return
     kind = rope_kind(values)
-    if kind not in ROPE_KINDS:
-        raise CheckpointError(f"{where}: rope_type: expected one of {', '.join(ROPE_KINDS)}, got {kind!r}")
+    if kind not in list(ROPE_FIELDS):
+        raise CheckpointError(f"{where}: rope_type: expected one of {', '.join(ROPE_FIELDS)}, got {kind!r}")
     if values.get("type") not in (None, kind):
         raise CheckpointError(
             f"{where}: type: expected {kind!r}, as rope_type, got {values['type']!r}. Remove one of them."
@@ -450,7 +410,7 @@ def _check_rope(where: str, values: Mapping[str, Any], nested: bool) -> None:
         if name in ("rope_type", "type") or value is None:
             continue
         if name in (*needed, *optional, "rope_theta"):
-            if name in ROPE_NUMBERS and not POSITIVE.accepts(value):
+            if name != "truncate" and not POSITIVE.accepts(value):
                 raise CheckpointError(f"{where}.{name}: expected {POSITIVE.expected}, got {_shown(value)}")
         elif name in ROPE_NEUTRAL_VALUES:
             if value != ROPE_NEUTRAL_VALUES[name]:

@@ -18,7 +18,7 @@ from aspd_jax import load_model, save_model
 from aspd_jax.errors import CheckpointError, RequestError
 from aspd_jax.formats import open_tokenizer
 from aspd_jax.formats.hf_config import check_fields, make_config
-from aspd_jax.formats.shards import read_tensors
+from aspd_jax.formats.shards import find_tensors, read_stored
 from aspd_jax.layout import HIDDEN
 from aspd_jax.model.config import from_hugging_face
 from infer import Engine, SamplingParams
@@ -256,7 +256,7 @@ def test_a_single_file_goes_before_a_stale_index(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_config(), seed=3)
     in_two_shards(tmp_path)
     write_checkpoint(tmp_path, tiny_config(), seed=4)
-    for name, tensor in read_tensors(tmp_path):
+    for name, tensor in read_stored(find_tensors(tmp_path)):
         np.testing.assert_array_equal(tensor, seeded_tensors(tiny_config(), 4)[name])
 
 
@@ -268,7 +268,7 @@ def test_a_shard_holds_what_the_index_says(tmp_path: Path) -> None:
     other = second if weight_map[norm] == first else first
     stale = load_file(tmp_path / other) | {norm: np.full(32, 9, np.float32)}
     save_file(stale, tmp_path / other)
-    np.testing.assert_array_equal(dict(read_tensors(tmp_path))[norm], seeded_tensors(tiny_config())[norm])
+    np.testing.assert_array_equal(dict(read_stored(find_tensors(tmp_path)))[norm], seeded_tensors(tiny_config())[norm])
     for wrong, message in (
         (weight_map | {"model.lost": first}, "expected model.lost in .*, got a file without it"),
         (weight_map | {"model.lost": "../x.safetensors"}, "weight_map: expected names"),

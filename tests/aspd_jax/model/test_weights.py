@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from aspd_jax import load_model, save_model
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.formats.folder import write_tensors
-from aspd_jax.formats.shards import read_tensors as tensors_in
+from aspd_jax.formats.shards import find_tensors, read_stored
 from aspd_jax.language_model import save_adapter
 from aspd_jax.layout import HIDDEN
 from aspd_jax.model.weights import _with_new_rows, load_parameters, tensors_from
@@ -61,11 +61,11 @@ def test_sharded_files_in_and_out(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     write_tensors(tmp_path / "out", tensors_from(lm.config, lm.params), shard_bytes=8_000)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 3
-    again = load_parameters("out", tensors_in(tmp_path / "out"), lm.model)
+    again = load_parameters("out", read_stored(find_tensors(tmp_path / "out")), lm.model)
     jax.tree.map(np.testing.assert_array_equal, lm.params, again)
     next((tmp_path / "out").glob("model-00002-*")).unlink()
     with pytest.raises(CheckpointError, match=r"expected model-00002-\S+ in the folder, got none"):
-        load_parameters("out", tensors_in(tmp_path / "out"), lm.model)
+        load_parameters("out", read_stored(find_tensors(tmp_path / "out")), lm.model)
 
 
 @pytest.mark.parametrize("tied", [True, False])
