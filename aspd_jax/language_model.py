@@ -22,21 +22,14 @@ from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_folder
 from aspd_jax.formats import find_model, open_checkpoint
 from aspd_jax.formats.adapter import SETTINGS, open_adapter, write_adapter
-from aspd_jax.formats.draft_file import (
-    FILE,
-    NO_DRAFT_HEADS,
-    DraftTensors,
-    fresh_draft_heads,
-    read_draft_heads,
-    write_draft_heads,
-)
+from aspd_jax.formats.draft_file import FILE, fresh_draft_heads, read_draft_heads, write_draft_heads
 from aspd_jax.formats.folder import write_settings, write_tensors
 from aspd_jax.formats.tokenizer_files import check_template
 from aspd_jax.layout import Layout
-from aspd_jax.model.adapter import HEAD, Adapter, Factors, Rows
+from aspd_jax.model.adapter import HEAD, Adapter
 from aspd_jax.model.config import ModelConfig, Weights, context_length, from_hugging_face, padded
 from aspd_jax.model.draft_heads import DRAFT_HEADS
-from aspd_jax.model.lora import adapter_parameters, adapter_tensors, merge_adapters
+from aspd_jax.model.lora import adapter_parameters, merge_adapters, trained_adapter
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import load_parameters, quantise_layers, tensors_from
 from aspd_jax.tokens import Codec, SpecialTokens, add_special_tokens
@@ -223,14 +216,12 @@ def load_model(
         tensors = opened.applied(tensors, checkpoint.source)
         if opened.tokens and opened.tokens[-1] >= known:  # the adapter has the rows of the special tokens
             new_rows, stored = {}, max(stored, opened.tokens[-1] + 1)
-    drafter = NO_DRAFT_HEADS
+    heads, drafter = 0, dict[str, np.ndarray]()
     if draft_heads != 0:
-        drafter = read_draft_heads(Path(adapter or find_model(path)), config.hidden_size)
-    if draft_heads and drafter.heads:
-        drafter = drafter._replace(heads=draft_heads)  # all heads share their parameters, so any number fits
-    elif draft_heads:
-        drafter = fresh_draft_heads(draft_heads, config.hidden_size)
-    config, tensors = replace(config, draft_heads=drafter.heads), chain(tensors, drafter.tensors.items())
+        heads, drafter = read_draft_heads(Path(adapter or find_model(path)), config.hidden_size)
+    if draft_heads:  # all heads share their parameters, so any number fits
+        heads, drafter = draft_heads, drafter or fresh_draft_heads(config.hidden_size)
+    config, tensors = replace(config, draft_heads=heads), chain(tensors, drafter.items())
     model = Transformer(config)
     return LanguageModel(
         model=model,
@@ -340,19 +331,14 @@ def save_adapter(lm: LanguageModel, path: str | os.PathLike[str], base: str) -> 
     Raises:
         CheckpointError: `path` exists already.
     """
-    factors, rows = adapter_tensors(lm.config, lm.params)
-    alpha, rank = lm.config.lora_alpha, lm.config.lora_rank
-    settings = _settings(lm)
-    of_layers = {name: Factors(down, up, alpha / rank) for name, (down, up) in factors.items()}
-    of_tokens = {name: Rows(lm.config.new_tokens, values) for name, values in rows.items()}
-    adapter = Adapter(str(path), of_layers, of_tokens, settings)
-    write_adapter(adapter, path, base, alpha, jnp.bfloat16, lm.tokenizer)
+    adapter = replace(trained_adapter(lm.config, lm.params, str(path)), settings=_settings(lm))
+    write_adapter(adapter, path, base, lm.config.lora_alpha, jnp.bfloat16, lm.tokenizer)
 
 
 def save_draft_heads(lm: LanguageModel, file: str | os.PathLike[str]) -> None:
     """Write the draft heads of a model to a file, in bfloat16. Models and adapters read it from their folders."""
-    tensors = {f"{DRAFT_HEADS}.{name}": np.asarray(value) for name, value in lm.params[DRAFT_HEADS].items()}
-    write_draft_heads(Path(file), DraftTensors(lm.config.draft_heads, tensors), jnp.bfloat16)
+    heads = {f"{DRAFT_HEADS}.{name}": np.array(value, jnp.bfloat16) for name, value in lm.params[DRAFT_HEADS].items()}
+    write_draft_heads(Path(file), lm.config.draft_heads, heads)
 
 
 def as_int8(lm: LanguageModel) -> LanguageModel:
