@@ -237,9 +237,11 @@ def make_config(config: Mapping[str, Any], source: str) -> Any:
         CheckpointError: `transformers` refuses a value, or key and value heads are not shared equally.
     """
     known = COMMON | READ[config["model_type"]]
+    fields = {name: deepcopy(value) for name, value in config.items() if name in known}  # `transformers` modifies them
+    if scaling := fields.get("rope_scaling"):
+        scaling["rope_type"] = rope_kind(scaling)  # `transformers` 5 does not read `type` of Gemma 3
     try:
-        # `transformers` modifies its arguments.
-        hf = AutoConfig.for_model(**{name: deepcopy(value) for name, value in config.items() if name in known})
+        hf = AutoConfig.for_model(**fields)
     except Exception as error:  # validation raises various types
         raise CheckpointError(f"{source}: {' '.join(str(error).split())}") from None
     heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads

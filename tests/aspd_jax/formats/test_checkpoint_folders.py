@@ -308,6 +308,15 @@ def test_a_rotary_embedding_may_be_in_the_fields_of_two_versions() -> None:
     assert others == [first, first] and (first.rope.theta, first.rope.factor) == (5e5, 2.0)
 
 
+def test_a_kind_of_scaling_may_have_its_older_name() -> None:
+    gemma = {name: value for name, value in tiny_config(**GEMMA3).items() if name != "rope_parameters"}
+    for name in ("type", "rope_type"):
+        config = gemma | {"rope_scaling": {name: "linear", "factor": 8.0}}
+        check_fields("config.json", config)
+        rope = from_hugging_face(make_config(config, "config.json"), "float32").rope
+        assert (rope.scaling, rope.factor) == ("linear", 8.0)
+
+
 def test_tensors_may_have_different_dtypes(tmp_path: Path) -> None:
     """Check tensors of different dtypes that are joined to one parameter (query, key and value)."""
     config = tiny_config()
