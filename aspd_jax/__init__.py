@@ -1,10 +1,8 @@
 """Adaptive Serial-Parallel Decoding: structured answers, their layout and mask, and the model."""
 
-from typing import TYPE_CHECKING
+from etils import epy
 
-from aspd_jax.lazy_names import lazy_names
-
-if TYPE_CHECKING:
+with epy.lazy_api_imports(globals()):  # at their first use, so that commands without a model need no JAX
     from aspd_jax.language_model import LanguageModel, load_model, save_model
     from aspd_jax.layout import Layout, build_layout, visible
     from aspd_jax.structure import Branch, Parallel, Serial, plain_text
@@ -29,14 +27,3 @@ __all__ = [
     "save_model",
     "visible",
 ]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "language_model": ("LanguageModel", "load_model", "save_model"),
-        "layout": ("Layout", "build_layout", "visible"),
-        "structure": ("Branch", "Parallel", "Serial", "plain_text"),
-        "template": ("Hole", "Template"),
-        "tokens": ("Codec", "SpecialTokens"),
-    },
-)

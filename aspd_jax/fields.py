@@ -14,7 +14,7 @@ from types import NoneType
 from typing import Any
 
 from aspd_jax.errors import RequestError
-from aspd_jax.json_schema import DEFINITIONS, is_unsatisfiable
+from aspd_jax.json_schema import DEFINITIONS, PLACES, is_unsatisfiable, resolve
 from aspd_jax.template import Hole, Part, Template
 
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "x-after"}
@@ -121,8 +121,7 @@ class _Room:
 def _is_self_contained(root: Any) -> bool:
     """Return whether all references of a schema name its definitions, so that they have one meaning in every leaf."""
     bases = [value for value in _objects(root) if value is not root and isinstance(value.get("$id"), str)]
-    local = tuple(f"#/{place}/" for place in DEFINITIONS)
-    return not bases and all(name.startswith(local) for name in _references(root))
+    return not bases and all(name.startswith(PLACES) for name in _references(root))
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
@@ -208,7 +207,7 @@ def _resolved(
         if "$ref" not in schema:
             return schema, refs, after
         reference, siblings = schema["$ref"], set(schema) - {"$ref", "$schema", *DEFINITIONS}
-        target = _target(root, reference)
+        target = resolve(root, reference) if isinstance(reference, str) and reference.startswith(PLACES) else None
         if target is None or reference in refs or not siblings <= ANNOTATIONS:
             return None, refs, after
         schema, refs = target, (*refs, reference)
@@ -222,21 +221,6 @@ def _after(schema: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
         place = ".".join(path)
         raise RequestError(f'json_schema: {place}: "x-after": expected a list of names of fields, got {names!r}')
     return names
-
-
-def _target(root: Any, reference: Any) -> Any:
-    """Return the definition that `#/$defs/…` names; None for any other reference."""
-    if not isinstance(reference, str) or not reference.startswith("#/"):
-        return None
-    keys = [key.replace("~1", "/").replace("~0", "~") for key in reference[2:].split("/")]
-    if keys[0] not in DEFINITIONS:
-        return None
-    value = root
-    for key in keys:
-        if not isinstance(value, dict) or key not in value:
-            return None
-        value = value[key]
-    return value
 
 
 def _dependencies(tree: Node) -> dict[str, tuple[str, ...]]:

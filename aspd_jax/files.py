@@ -68,7 +68,12 @@ def exclusive(path: Path, folder: bool = False) -> Iterator[Path]:
     Args:
         path: file or folder that is written.
         folder: whether to create a folder.
+
+    Raises:
+        OutputError: the path has no name.
     """
+    if not path.name:
+        raise OutputError(f"{path}: expected a path with a name, got a folder. Choose another path.")
     partial = path.with_name(f".{path.name}.partial")
     delete = shutil.rmtree if folder else os.unlink
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,15 +179,21 @@ def write_folder(folder: Path) -> Iterator[Path]:
 
     Raises:
         CheckpointError: `folder` exists and is not an empty folder.
-        OutputError: the folder cannot be written.
+        OutputError: the folder cannot be written, or is a mount point, which cannot be replaced.
     """
-    with writing(folder), exclusive(folder, folder=True) as partial:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise CheckpointError(f"{folder}: expected a new or empty folder, got files in it. Choose another folder.")
-        yield partial
-        for file in partial.rglob("*"):
-            if file.is_file():
-                file.chmod(0o644)  # safetensors creates files that only their owner can read
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
+    folder = folder.resolve()  # a link stays one, and `.` gets a name
+    with writing(folder):
+        if folder.is_mount():
+            raise OutputError(f"{folder}: expected a folder that can be replaced, got a mount point. Choose one in it.")
+        with exclusive(folder, folder=True) as partial:
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise CheckpointError(
+                    f"{folder}: expected a new or empty folder, got files in it. Choose another folder."
+                )
+            yield partial
+            for file in partial.rglob("*"):
+                if file.is_file():
+                    file.chmod(0o644)  # safetensors creates files that only their owner can read
+            if folder.exists():
+                folder.rmdir()
+            partial.rename(folder)

@@ -32,7 +32,6 @@ SINGLE = ("additionalProperties", "items", "additionalItems", "contains", "prope
           "unevaluatedItems", "unevaluatedProperties", "contentSchema")  # fmt: skip
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 MAPS = ("properties", "patternProperties", "dependentSchemas", *DEFINITIONS)
-VALUES = ("const", "enum", "default", "examples", "example")  # keywords whose value is no schema, and may be null
 DRAFT = re.compile(r"https?://json-schema\.org/draft[-/](?:0?([467])|(2019|2020)-\d\d)/schema#?")
 CLASS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)  # an escape or a class of a regular expression
 MAX_LIMITATIONS = 64  # maximum keywords that an approximation ignores because llguidance refuses their values
@@ -199,6 +198,19 @@ def spell(value: Any) -> str:
 def pointer(place: str, *keys: str | int) -> str:
     """Return the JSON pointer of a member."""
     return "/".join([place, *(str(key).replace("~", "~0").replace("/", "~1") for key in keys)])
+
+
+def resolve(root: Any, reference: str) -> Any:
+    """Return the value that a reference within the document names (`#` or `#/…`); None: there is none."""
+    value = root
+    for key in [key.replace("~1", "/").replace("~0", "~") for key in reference[1:].split("/")[1:]]:
+        if isinstance(value, list) and key.isdigit() and int(key) < len(value):
+            value = value[int(key)]
+        elif isinstance(value, dict) and key in value:
+            value = value[key]
+        else:
+            return None
+    return value
 
 
 class _Reader:
@@ -401,15 +413,7 @@ class _Reader:
             return False
         if reference not in self._targets:
             self._targets[reference] = None  # a schema that refers to itself
-            value: Any = self._root
-            for key in [key.replace("~1", "/").replace("~0", "~") for key in reference[1:].split("/")[1:]]:
-                if isinstance(value, list) and key.isdigit() and int(key) < len(value):
-                    value = value[int(key)]
-                elif isinstance(value, dict) and key in value:
-                    value = value[key]
-                else:
-                    return None
-            if isinstance(value, (dict, bool)):
+            if isinstance(value := resolve(self._root, reference), (dict, bool)):
                 before = list(self.ignored)
                 self._targets[reference] = self.read(value, reference)
                 self.ignored = before  # reading the definition itself names them

@@ -22,20 +22,14 @@ from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_folder
 from aspd_jax.formats import find_model, open_checkpoint
 from aspd_jax.formats.adapter import SETTINGS, open_adapter, write_adapter
-from aspd_jax.formats.draft_file import (
-    FILE,
-    NO_DRAFT_HEADS,
-    DraftTensors,
-    fresh_draft_heads,
-    read_draft_heads,
-    write_draft_heads,
-)
+from aspd_jax.formats.draft_file import FILE, fresh_draft_heads, read_draft_heads, write_draft_heads
 from aspd_jax.formats.folder import write_settings, write_tensors
+from aspd_jax.formats.tokenizer_files import check_template
 from aspd_jax.layout import Layout
-from aspd_jax.model.adapter import HEAD, Adapter, Factors, Rows
+from aspd_jax.model.adapter import HEAD, Adapter
 from aspd_jax.model.config import ModelConfig, Weights, context_length, from_hugging_face, padded
 from aspd_jax.model.draft_heads import DRAFT_HEADS
-from aspd_jax.model.lora import adapter_parameters, adapter_tensors, merge_adapters
+from aspd_jax.model.lora import adapter_parameters, merge_adapters, trained_adapter
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import load_parameters, quantise_layers, tensors_from
 from aspd_jax.tokens import Codec, SpecialTokens, add_special_tokens
@@ -106,7 +100,7 @@ def for_conversations(lm: LanguageModel, path: str | os.PathLike[str], template:
         template: Jinja file, for a tokenizer without a chat template; empty: no change.
 
     Raises:
-        CheckpointError: the model has no tokenizer.
+        CheckpointError: the model has no tokenizer, or the template is not valid Jinja.
         ConfigError: the file cannot be read.
     """
     read_template(lm.tokenizer, path, template)
@@ -118,10 +112,12 @@ def read_template(tokenizer: Any, path: str | os.PathLike[str], template: str | 
     if tokenizer is None:
         raise CheckpointError(f"{path}: expected a tokenizer, got none. Put tokenizer.json into the folder.")
     if os.fspath(template):
+        file = find_config(Path(template))
         try:
-            tokenizer.chat_template = find_config(Path(template)).read_text()
+            tokenizer.chat_template = file.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template: {error}") from None
+        check_template(file, tokenizer)
 
 
 def dtype_name(dtype: Any, hf_config: Mapping[str, Any], backend: str) -> str:
@@ -190,10 +186,10 @@ def load_model(
     )  # fmt: skip
     tokenizer, special, new_rows = checkpoint.tokenizer, None, {}
     tensors, stored = checkpoint.tensors(), checkpoint.hf.vocab_size
-    old_length = stored if tokenizer is None else len(tokenizer)
+    known = stored if tokenizer is None else min(stored, len(tokenizer))  # tokens with a name and a row
     if tokenizer is not None:
         special = add_special_tokens(tokenizer)
-        new_rows = {i: min(old_length, config.vocab_size) for i in special.ids if i >= old_length}
+        new_rows = {i: known for i in special.ids if i >= known}
         config = replace(config, vocab_size=max(config.vocab_size, len(tokenizer)))
         without_row = [i for i in range(stored, len(tokenizer)) if i not in special.ids]
         new_rows |= dict.fromkeys(without_row, stored)
@@ -213,21 +209,19 @@ def load_model(
                 f"{path}: expected a base model without an adapter, got one with a merged adapter. Load its base."
             )
         opened = open_adapter(adapter)
-        opened.check_tokens(min(old_length, stored), special.ids if special else ())
+        opened.check_tokens(known, special.ids if special else ())
         if config.tied and HEAD in {*opened.factors, *opened.rows}:
             raise CheckpointError(f"{adapter}: expected no {HEAD}, which is the embedding in {path}, got one")
         config = replace(config, **opened.settings)
         tensors = opened.applied(tensors, checkpoint.source)
-        if opened.tokens and opened.tokens[-1] >= old_length:  # the adapter has the rows of the special tokens
+        if opened.tokens and opened.tokens[-1] >= known:  # the adapter has the rows of the special tokens
             new_rows, stored = {}, max(stored, opened.tokens[-1] + 1)
-    drafter = NO_DRAFT_HEADS
+    heads, drafter = 0, dict[str, np.ndarray]()
     if draft_heads != 0:
-        drafter = read_draft_heads(Path(adapter or find_model(path)), config.hidden_size)
-    if draft_heads and drafter.heads:
-        drafter = drafter._replace(heads=draft_heads)  # all heads share their parameters, so any number fits
-    elif draft_heads:
-        drafter = fresh_draft_heads(draft_heads, config.hidden_size)
-    config, tensors = replace(config, draft_heads=drafter.heads), chain(tensors, drafter.tensors.items())
+        heads, drafter = read_draft_heads(Path(adapter or find_model(path)), config.hidden_size)
+    if draft_heads:  # all heads share their parameters, so any number fits
+        heads, drafter = draft_heads, drafter or fresh_draft_heads(config.hidden_size)
+    config, tensors = replace(config, draft_heads=heads), chain(tensors, drafter.items())
     model = Transformer(config)
     return LanguageModel(
         model=model,
@@ -275,7 +269,12 @@ def put_adapter(lm: LanguageModel, number: int, adapter: Adapter | None) -> None
             unchanged.
     """
     if adapter is not None:
-        adapter.check_tokens(0, () if lm.special_tokens is None else lm.special_tokens.ids)
+        tags = () if lm.special_tokens is None else lm.special_tokens.ids
+        if any(rows.tokens != tags for rows in adapter.rows.values()):
+            raise CheckpointError(
+                f"{adapter.source}: trainable_token_indices: expected the ids of the six tags, {list(tags)}, "
+                f"got {adapter.tokens}. Merge the adapter into its base."
+            )
         for name, value in adapter.settings.items():
             if getattr(lm.config, name) != value:
                 raise CheckpointError(f"{adapter.source}: {name}: expected {getattr(lm.config, name)!r}, got {value!r}")
@@ -301,13 +300,13 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
         )
     aspd: dict[str, Any] = _settings(lm) if lm.tagged else {}
     hf_config = {**lm.hf_config, "vocab_size": lm.config.vocab_size, "aspd": aspd}
-    target, kept = Path(path), dtype or lm.config.dtype
+    kept = dtype or str(lm.params["embedding"]["embedding"].dtype)
     params = {name: value for name, value in lm.params.items() if name != DRAFT_HEADS}
     tensors = tensors_from(lm.config, merge_adapters(lm.config, params), dtype)
     named = () if lm.tokenizer is None else sorted(lm.tokenizer.get_vocab().values())
     if unused := [[token, token + 1] for token in named if lm.config.is_unused(token)]:
         hf_config["aspd"] = aspd | {"unused_tokens": unused}
-    with write_folder(target) as folder:
+    with write_folder(Path(path)) as folder:
         write_settings(folder, hf_config, kept, lm.end_ids, lm.tokenizer, lm.generation)
         write_tensors(folder, tensors)
         if lm.config.draft_heads:
@@ -332,19 +331,14 @@ def save_adapter(lm: LanguageModel, path: str | os.PathLike[str], base: str) -> 
     Raises:
         CheckpointError: `path` exists already.
     """
-    factors, rows = adapter_tensors(lm.config, lm.params)
-    alpha, rank = lm.config.lora_alpha, lm.config.lora_rank
-    settings = _settings(lm)
-    of_layers = {name: Factors(down, up, alpha / rank) for name, (down, up) in factors.items()}
-    of_tokens = {name: Rows(lm.config.new_tokens, values) for name, values in rows.items()}
-    adapter = Adapter(str(path), of_layers, of_tokens, settings)
-    write_adapter(adapter, path, base, alpha, jnp.bfloat16, lm.tokenizer)
+    adapter = replace(trained_adapter(lm.config, lm.params, str(path)), settings=_settings(lm))
+    write_adapter(adapter, path, base, lm.config.lora_alpha, jnp.bfloat16, lm.tokenizer)
 
 
 def save_draft_heads(lm: LanguageModel, file: str | os.PathLike[str]) -> None:
     """Write the draft heads of a model to a file, in bfloat16. Models and adapters read it from their folders."""
-    tensors = {f"{DRAFT_HEADS}.{name}": np.asarray(value) for name, value in lm.params[DRAFT_HEADS].items()}
-    write_draft_heads(Path(file), DraftTensors(lm.config.draft_heads, tensors), jnp.bfloat16)
+    heads = {f"{DRAFT_HEADS}.{name}": np.array(value, jnp.bfloat16) for name, value in lm.params[DRAFT_HEADS].items()}
+    write_draft_heads(Path(file), lm.config.draft_heads, heads)
 
 
 def as_int8(lm: LanguageModel) -> LanguageModel:

@@ -179,6 +179,11 @@ def visible(
     check_choice("siblings", siblings, Siblings)
     q = Layout(*(field[..., :, None] for field in query))
     k = Layout(*(field[..., None, :] for field in key))
+    return sees(q, k, siblings, window)
+
+
+def sees(q: Layout, k: Layout, siblings: Siblings = "invisible", window: int | Array | None = None) -> Array:
+    """Return `visible` of fields that broadcast: queries [..., Q, 1] and keys [..., 1, K]."""
     same = (q.sequence == k.sequence) & (k.sequence > 0)
     sibling = (q.block == k.block) & (q.block > 0) & (q.branch != k.branch)
     seen = same & (k.position <= q.position) & ~sibling

@@ -1,10 +1,8 @@
 """Inference: the decoding engine, its scheduler, server, benchmarks and evaluation."""
 
-from typing import TYPE_CHECKING
+from etils import epy
 
-from aspd_jax.lazy_names import lazy_names
-
-if TYPE_CHECKING:
+with epy.lazy_api_imports(globals()):  # at their first use, so that commands without a model need no JAX
     from infer.answers.answer import Result, Statistics
     from infer.answers.events import Event
     from infer.decisions import Decision, Option, Question
@@ -15,15 +13,3 @@ if TYPE_CHECKING:
 __all__ = [
     "Decision", "Engine", "Event", "Handle", "Option", "Question", "Result", "SamplingParams", "Statistics",
 ]  # fmt: skip
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "answers.answer": ("Result", "Statistics"),
-        "answers.events": ("Event",),
-        "decisions": ("Decision", "Option", "Question"),
-        "engine": ("Engine",),
-        "request": ("SamplingParams",),
-        "scheduling.scheduler": ("Handle",),
-    },
-)

@@ -19,7 +19,7 @@ from aspd_jax.formats.hf_config import POSITIVE
 from aspd_jax.formats.shards import list_tensors, read_stored, text_name
 from aspd_jax.formats.side_files import read_object
 from aspd_jax.layout import PositionScheme, Siblings, Titles
-from aspd_jax.model.adapter import EMBEDDING, Adapter, Factors, Rows
+from aspd_jax.model.adapter import Adapter, Factors, Rows
 
 CONFIG, WEIGHTS, OURS = "adapter_config.json", "adapter_model.safetensors", "aspd.json"
 PREFIX = "base_model.model."
@@ -150,7 +150,7 @@ def _factors(folder: Path, config: Mapping[str, Any], layer: str, down: np.ndarr
 def _trained_tokens(file: Path, config: Mapping[str, Any], layer: str) -> tuple[int, ...]:
     """Return the ids of the trained tokens of the embedding or the head; a plain list belongs to the embedding."""
     indices = config.get("trainable_token_indices") or {}
-    named = indices if isinstance(indices, dict) else {EMBEDDING: indices}
+    named = indices if isinstance(indices, dict) else {"embed_tokens": indices}
     tokens = next((ids for name, ids in named.items() if f".{layer}".endswith(f".{name}")), None)
     if not isinstance(tokens, list) or not tokens or not all(type(i) is int and i >= 0 for i in tokens):
         raise CheckpointError(f"{file}: trainable_token_indices: expected token ids for {layer}, got {indices!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import safe_open
@@ -19,18 +18,8 @@ FILE = f"{DRAFT_HEADS}.safetensors"
 HEADS = "heads"  # key of the file's metadata
 
 
-class DraftTensors(NamedTuple):
-    """Draft heads: their number, and the tensors of their layer by name."""
-
-    heads: int
-    tensors: Mapping[str, np.ndarray]
-
-
-NO_DRAFT_HEADS = DraftTensors(0, {})
-
-
-def read_draft_heads(folder: Path, hidden_size: int) -> DraftTensors:
-    """Return the draft heads in a folder; none if it has no such file.
+def read_draft_heads(folder: Path, hidden_size: int) -> tuple[int, dict[str, np.ndarray]]:
+    """Return the number of draft heads in a folder, and the tensors of their layer by name; none without such a file.
 
     Args:
         folder: folder of a model or an adapter.
@@ -41,7 +30,7 @@ def read_draft_heads(folder: Path, hidden_size: int) -> DraftTensors:
     """
     file = folder / FILE
     if not file.exists():
-        return NO_DRAFT_HEADS
+        return 0, {}
     tensors = dict(read_stored(list_tensors(file)))
     with safe_open(file, "numpy") as opened:
         heads = (opened.metadata() or {}).get(HEADS, "")
@@ -54,29 +43,28 @@ def read_draft_heads(folder: Path, hidden_size: int) -> DraftTensors:
             f"{file}: expected {_listed(expected)} (hidden size {hidden_size}), got {_listed(found)}. "
             "Draft heads belong to the model that they were trained on."
         )
-    return DraftTensors(int(heads), tensors)
+    return int(heads), tensors
 
 
 def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items()))
 
 
-def fresh_draft_heads(heads: int, hidden_size: int) -> DraftTensors:
-    """Return draft heads for training, which have no effect yet: each predicts the next token again."""
+def fresh_draft_heads(hidden_size: int) -> dict[str, np.ndarray]:
+    """Return the tensors of draft heads for training without an effect: each head predicts the next token again."""
     random, tensors = np.random.default_rng(0), {}
     for name, shape in draft_shapes(hidden_size).items():
         normal = random.standard_normal(shape) * shape[-1] ** -0.5
         tensors[f"{DRAFT_HEADS}.{name}"] = (normal if name == "gate_up" else np.zeros(shape)).astype(np.float32)
-    return DraftTensors(heads, tensors)
+    return tensors
 
 
-def write_draft_heads(file: Path, draft_heads: DraftTensors, dtype: Any) -> None:
+def write_draft_heads(file: Path, heads: int, tensors: Mapping[str, np.ndarray]) -> None:
     """Write draft heads to a file.
 
     Raises:
         OutputError: the file cannot be written.
     """
-    tensors = {name: np.ascontiguousarray(tensor.astype(dtype)) for name, tensor in draft_heads.tensors.items()}
     with partial_file(file) as partial:
-        save_file(tensors, partial, metadata={"format": "pt", HEADS: str(draft_heads.heads)})
+        save_file(dict(tensors), partial, metadata={"format": "pt", HEADS: str(heads)})
         partial.chmod(0o644)  # safetensors creates files that only their owner can read

@@ -17,15 +17,12 @@ from aspd_jax.formats import Checkpoint, Tensors
 from aspd_jax.formats.gguf_file import GgufTensor, open_gguf_file
 from aspd_jax.formats.gguf_metadata import Metadata
 from aspd_jax.formats.gguf_tokenizer import read_end_ids, read_tokenizer
-from aspd_jax.formats.hf_config import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Kind, make_config
+from aspd_jax.formats.hf_config import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Kind, check_fields, make_config
+from aspd_jax.model.config import FAMILIES, RopeConfig
+from aspd_jax.model.rope import rope_frequencies
 
-# Architectures by their GGUF name; Mistral files have the architecture llama.
-FAMILIES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-}
+# Families by the name of their architecture in GGUF; Mistral files have the architecture llama.
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 GEMMA_PERIOD = 6  # every sixth layer of Gemma 3 has full attention
 GEMMA_LOCAL_BASE = 10000.0
 
@@ -96,13 +93,15 @@ def open_gguf(path: Path) -> Checkpoint:
     parts = _open_parts(path)
     metadata = parts[0][0]
     family = metadata["general.architecture"]
-    if family not in FAMILIES:
-        raise CheckpointError(f"{path}: general.architecture: expected one of {', '.join(FAMILIES)}, got {family!r}")
+    if family not in ARCHITECTURES:
+        expected = f"one of {', '.join(ARCHITECTURES)}"
+        raise CheckpointError(f"{path}: general.architecture: expected {expected}, got {family!r}")
     tensors = {name: tensor for _, of_part in parts for name, tensor in of_part.items()}
     expected = metadata.get("split.tensors.count", len(tensors))
     if len(tensors) != expected:
         raise CheckpointError(f"{path}: expected {expected} tensors in all parts, got {len(tensors)}")
     hf_config = _config(metadata, family, tensors)
+    check_fields(str(path), hf_config)
     tokenizer = read_tokenizer(metadata)
     return Checkpoint(
         source=str(path),
@@ -202,8 +201,8 @@ def _config(metadata: Metadata, family: str, tensors: dict[str, GgufTensor]) -> 
                 f"{metadata.path}: {family}.{key}: expected the head size, {head}, got {optional(key)}"
             )
     config = {
-        "architectures": [FAMILIES[family]],
-        "model_type": family,
+        "architectures": [FAMILIES[ARCHITECTURES[family]]],
+        "model_type": ARCHITECTURES[family],
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "intermediate_size": needed("feed_forward_length"),
@@ -242,7 +241,6 @@ def _gemma(config: dict[str, Any], window: int, local_base: float) -> dict[str, 
         "sliding_attention": {"rope_type": "default", "rope_theta": local_base},
     }
     return {
-        "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scale,
         "sliding_window": window,
@@ -281,9 +279,6 @@ def _llama3_scaling(metadata: Metadata, family: str, head: int, factors: np.ndar
     Raises:
         CheckpointError: the factors are not those of Llama 3.
     """
-    from aspd_jax.model.config import RopeConfig
-    from aspd_jax.model.rope import rope_frequencies
-
     theta, factor = float(_value(metadata, f"{family}.rope.freq_base", 10000.0)), float(factors.max())
     scaled = rope_frequencies(RopeConfig(theta, "llama3", factor, LLAMA3_LENGTH), head)
     if not np.allclose(rope_frequencies(RopeConfig(theta), head) / factors, scaled, rtol=1e-4):

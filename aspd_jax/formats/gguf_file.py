@@ -16,13 +16,13 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, dequantize
 
 from aspd_jax.errors import CheckpointError
+from aspd_jax.formats.side_files import check_content
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # of tensors, unless the file has `general.alignment`
 MAX_DIMENSIONS = 4
 DEQUANTISED = 1 << 18  # values at a time: intermediate arrays of whole embeddings do not fit a processor's cache
-LFS_POINTER = b"version https://git-lfs"
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 NUMBERS = {
     GGUFValueType.UINT8: "u1",
@@ -95,16 +95,14 @@ def open_gguf_file(path: Path) -> GgufFile:
     Raises:
         CheckpointError: the file is truncated, broken, or in another format.
     """
+    check_content(path, "a GGUF file")
     try:
         with path.open("rb") as file:
-            start = file.read(len(LFS_POINTER))
-            if start == LFS_POINTER:
-                raise CheckpointError(f"{path}: expected a GGUF file, got a Git LFS pointer. Run: git lfs pull")
-            if start[: len(MAGIC)] != MAGIC:
-                raise _broken(path, "no GGUF header")
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise _broken(path, str(error)) from None
+    if data[: len(MAGIC)] != MAGIC:
+        raise _broken(path, "no GGUF header")
     return _Reader(path, data).read()
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats.gguf_metadata import Metadata
+from aspd_jax.formats.tokenizer_files import building
 from aspd_jax.tokens import SPACE
 
 CONTROL, USER_DEFINED = 3, 4  # llama.cpp's types of special tokens and of other tokens that are never split
@@ -96,7 +97,8 @@ def read_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
         raise CheckpointError(f"{metadata.path}: token_type: expected one per token, {len(tokens)}, got {len(types)}")
-    tokenizer = BUILDERS[kind](metadata, tokens)
+    with building(metadata.path):
+        tokenizer = BUILDERS[kind](metadata, tokens)
     for special in (True, False):
         chosen = [t for t, code in zip(tokens, types, strict=True) if code == (CONTROL if special else USER_DEFINED)]
         added = [AddedToken(token, special=special, normalized=False) for token in chosen]

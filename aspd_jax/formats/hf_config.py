@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats.side_files import read_object
-from aspd_jax.model.config import FAMILIES, OWN_FIELDS
+from aspd_jax.model.config import ACTIVATIONS, FAMILIES, OWN_FIELDS, rope_kind
 
 LARGEST_SIZE = 2**31 - 1  # sizes are int32 in programs
 LARGEST = float(np.finfo(np.float32).max)
@@ -52,6 +52,7 @@ RANGES = Kind(
     "a list of ranges [first id, last id + 1]",
     lambda v: isinstance(v, list) and all(isinstance(r, list) and len(r) == 2 and all(map(SIZE.accepts, r)) for r in v),
 )
+ACTIVATION = Kind(f"one of {', '.join(ACTIVATIONS)}", lambda v: v in ACTIVATIONS)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 LAYERS = Kind(
     f"a list of {' and '.join(LAYER_TYPES)}", lambda v: isinstance(v, list) and all(kind in LAYER_TYPES for kind in v)
@@ -79,23 +80,26 @@ COMMON = {
     "pad_token_id": ID,
     "aspd": OBJECT,
 }
-QWEN = {"hidden_act": TEXT, "use_sliding_window": FLAG, "sliding_window": SIZE, "max_window_layers": SIZE}
+QWEN = {"hidden_act": ACTIVATION, "use_sliding_window": FLAG, "sliding_window": SIZE, "max_window_layers": SIZE}
 READ: dict[str, dict[str, Kind]] = {
-    "llama": {"hidden_act": TEXT, "attention_bias": FLAG, "mlp_bias": FLAG},
-    "mistral": {"hidden_act": TEXT, "sliding_window": COUNT},
+    "llama": {"hidden_act": ACTIVATION, "attention_bias": FLAG, "mlp_bias": FLAG},
+    "mistral": {"hidden_act": ACTIVATION, "sliding_window": COUNT},
     "qwen2": QWEN,
     "qwen3": QWEN | {"attention_bias": FLAG},
     "gemma3_text": {
-        "hidden_activation": TEXT,
+        "hidden_activation": ACTIVATION,
         "attention_bias": FLAG,
         "query_pre_attn_scalar": POSITIVE,
         "sliding_window": COUNT,
         "sliding_window_pattern": COUNT,
         "rope_local_base_freq": POSITIVE,
-        "final_logit_softcapping": POSITIVE,
-        "attn_logit_softcapping": POSITIVE,
     },
 }
+# Fields that may be missing, which means a default of the family, but not null.
+NEEDED = (
+    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("hidden_act", "hidden_activation"),
+)
 
 # Fields without an effect on results of these families: they concern loading, training and sampling.
 NEUTRAL = frozenset(
@@ -108,7 +112,6 @@ NEUTRAL = frozenset(
         "auto_map",
         "base_model",
         "base_model_name_or_path",
-        "cache_implementation",
         "chunk_size_feed_forward",
         "classifier_dropout",
         "dropout",
@@ -132,16 +135,12 @@ NEUTRAL = frozenset(
         "model_name",
         "name_or_path",
         "num_labels",
-        "output_attentions",
-        "output_hidden_states",
         "output_router_logits",
-        "output_scores",
         "prefix",
         "pretraining_tp",
         "problem_type",
         "resid_pdrop",
         "return_dict",
-        "return_dict_in_generate",
         "router_aux_loss_coef",
         "seq_length",
         "task_specific_params",
@@ -151,45 +150,15 @@ NEUTRAL = frozenset(
         "torch_dtype",
         "torchscript",
         "transformers.js_config",
-        "transformers_version",
         "transformers_weights",
         "unsloth_fixed",
         "unsloth_version",
         "use_bfloat16",
-        "use_cache",
         "use_flash_attention",
         "use_flash_attention_2",
         "use_flash_attn",
     ]
-) | frozenset(
-    # Defaults of `generate`, which older versions of transformers write into config.json.
-    [
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "diversity_penalty",
-        "do_sample",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "exponential_decay_length_penalty",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "length_penalty",
-        "max_length",
-        "max_new_tokens",
-        "min_length",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "suppress_tokens",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-    ]
-)
+) | frozenset(vars(GenerationConfig()))  # older versions of transformers write these into config.json
 NEUTRAL_ENDINGS = ("_token_id", "_token_index")
 NEUTRAL_IN_FAMILY = {
     "llama": {"sliding_window", "max_window_layers"},
@@ -242,11 +211,6 @@ ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
 }
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-ROPE_NUMBERS = (
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
-    "attention_factor", "mscale", "mscale_all_dim", "rope_theta",
-)  # fmt: skip
 # Ignored in scalings that do not read them. `transformers` does not read `attn_factor`, which Qwen3 distillations have.
 ROPE_NEUTRAL = ("finetuned", "original_max_position_embeddings", "attn_factor")
 ROPE_NEUTRAL_VALUES = {"partial_rotary_factor": 1, "factor": 1, "extrapolation_factor": 1}
@@ -270,14 +234,22 @@ def make_config(config: Mapping[str, Any], source: str) -> Any:
     """Return a `transformers` configuration object of the fields that are read.
 
     Raises:
-        CheckpointError: `transformers` refuses a value.
+        CheckpointError: `transformers` refuses a value, or key and value heads are not shared equally.
     """
     known = COMMON | READ[config["model_type"]]
+    fields = {name: deepcopy(value) for name, value in config.items() if name in known}  # `transformers` modifies them
+    if scaling := fields.get("rope_scaling"):
+        scaling["rope_type"] = rope_kind(scaling)  # `transformers` 5 does not read `type` of Gemma 3
     try:
-        # `transformers` modifies its arguments.
-        return AutoConfig.for_model(**{name: deepcopy(value) for name, value in config.items() if name in known})
+        hf = AutoConfig.for_model(**fields)
     except Exception as error:  # validation raises various types
         raise CheckpointError(f"{source}: {' '.join(str(error).split())}") from None
+    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
+    if kv_heads and heads % kv_heads:
+        raise CheckpointError(
+            f"{source}: num_attention_heads: expected a multiple of num_key_value_heads ({kv_heads}), got {heads}"
+        )
+    return hf
 
 
 def _text_part(file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,8 +290,8 @@ def check_fields(source: str, config: Mapping[str, Any]) -> None:
                 raise CheckpointError(f"{source}: {name}: expected {known[name].expected}, got {_shown(value)}")
         elif not _is_neutral(name, value, family):
             raise CheckpointError(f"{source}: {_refusal(name, value, family)}")
-    for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        if name in config and config[name] is None:
+    for name in NEEDED:
+        if name in known and name in config and config[name] is None:
             raise CheckpointError(f"{source}: {name}: expected {known[name].expected}, got null")
     _check_layers(source, config)
     _check_ropes(source, config)
@@ -385,14 +357,15 @@ def _check_layers(source: str, config: Mapping[str, Any]) -> None:
 def _check_ropes(source: str, config: Mapping[str, Any]) -> None:
     """Check the fields of the rotary embedding of `transformers` 5 (`rope_parameters`) and of earlier versions.
 
-    Values that `transformers` ignores are refused: one object for the two kinds of layers of Gemma 3, and, in other
-    families, `rope_parameters` that differ from a `rope_scaling` beside them.
+    Values that `transformers` ignores are refused: one object in `rope_parameters` for the two kinds of layers of
+    Gemma 3, two objects in its `rope_scaling`, and, in other families, `rope_parameters` that differ from a
+    `rope_scaling` beside them.
     """
     nested = config["model_type"] == "gemma3_text"
     scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
     for name, values in (("rope_scaling", scaling), ("rope_parameters", parameters)):
         if values:
-            _check_rope(f"{source}: {name}", values, nested)
+            _check_rope(f"{source}: {name}", values, nested and name == "rope_parameters")
     if nested and parameters and not any(kind in parameters for kind in LAYER_TYPES):
         expected = f"an object for each of {', '.join(LAYER_TYPES)}"
         raise CheckpointError(f"{source}: rope_parameters: expected {expected}, got {_shown(parameters)}")
@@ -405,9 +378,8 @@ def _check_ropes(source: str, config: Mapping[str, Any]) -> None:
 
 def _normal(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a rotary embedding with its kind under `rope_type` and with the base of the frequencies."""
-    kind = values.get("rope_type") or values.get("type") or "default"
     others = {name: value for name, value in values.items() if name != "type" and value is not None}
-    return {"rope_theta": config.get("rope_theta"), **others, "rope_type": kind}
+    return {"rope_theta": config.get("rope_theta"), **others, "rope_type": rope_kind(values)}
 
 
 def _check_rope(where: str, values: Mapping[str, Any], nested: bool) -> None:
@@ -425,9 +397,9 @@ def _check_rope(where: str, values: Mapping[str, Any], nested: bool) -> None:
                 raise CheckpointError(f"{where}.{kind}: expected {expected}, got {_shown(inside)}")
             _check_rope(f"{where}.{kind}", inside or {}, nested=False)
         return
-    kind = values.get("rope_type") or values.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        raise CheckpointError(f"{where}: rope_type: expected one of {', '.join(ROPE_KINDS)}, got {kind!r}")
+    kind = rope_kind(values)
+    if kind not in list(ROPE_FIELDS):
+        raise CheckpointError(f"{where}: rope_type: expected one of {', '.join(ROPE_FIELDS)}, got {kind!r}")
     if values.get("type") not in (None, kind):
         raise CheckpointError(
             f"{where}: type: expected {kind!r}, as rope_type, got {values['type']!r}. Remove one of them."
@@ -440,7 +412,7 @@ def _check_rope(where: str, values: Mapping[str, Any], nested: bool) -> None:
         if name in ("rope_type", "type") or value is None:
             continue
         if name in (*needed, *optional, "rope_theta"):
-            if name in ROPE_NUMBERS and not POSITIVE.accepts(value):
+            if name != "truncate" and not POSITIVE.accepts(value):
                 raise CheckpointError(f"{where}.{name}: expected {POSITIVE.expected}, got {_shown(value)}")
         elif name in ROPE_NEUTRAL_VALUES:
             if value != ROPE_NEUTRAL_VALUES[name]:

@@ -147,12 +147,3 @@ def read_stored(places: Mapping[str, Stored]) -> Tensors:
         with _opened(file) as tensors:
             for name, inside in names:
                 yield name, tensors.get_tensor(inside)
-
-
-def read_tensors(folder: Path) -> Tensors:
-    """Yield all tensors of a folder.
-
-    Raises:
-        CheckpointError: see `find_tensors`.
-    """
-    yield from read_stored(find_tensors(folder))

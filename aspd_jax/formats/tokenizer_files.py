@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +46,27 @@ def read_tokenizer(folder: Path) -> Any:
         read_text(folder / TEMPLATE, "a chat template")
     settings = objects.get(SETTINGS, {})
     _check_settings(folder / SETTINGS, settings)
-    try:
+    with building(folder / vocabularies[0]):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer.chat_template = tokenizer.chat_template or None
+    check_template(folder / (TEMPLATE if (folder / TEMPLATE).exists() else SETTINGS), tokenizer)
+    return tokenizer
+
+
+@contextmanager
+def building(file: Path) -> Iterator[None]:
+    """Convert the errors of a library that builds a tokenizer.
+
+    Raises:
+        CheckpointError: the tokenizer in `file` is broken.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
     except Exception as error:  # the `tokenizers` library raises no specific type
         reason = " ".join(str(error).split())
-        raise CheckpointError(f"{folder / vocabularies[0]}: expected a tokenizer, got a broken one: {reason}") from None
-    tokenizer.chat_template = tokenizer.chat_template or None
-    _check_template(folder, tokenizer)
-    return tokenizer
+        raise CheckpointError(f"{file}: expected a tokenizer, got a broken one: {reason}") from None
 
 
 def _check_settings(file: Path, settings: dict[str, Any]) -> None:
@@ -78,14 +93,17 @@ def _check_settings(file: Path, settings: dict[str, Any]) -> None:
         raise CheckpointError(f"{file}: model_max_length: expected a number above 0, got {length!r}")
 
 
-def _check_template(folder: Path, tokenizer: Any) -> None:
-    """Check the syntax of the chat template; whether it accepts a conversation is checked when it renders one."""
+def check_template(file: Path, tokenizer: Any) -> None:
+    """Check the syntax of the chat template in `file`; whether it accepts a conversation shows when it renders one.
+
+    Raises:
+        CheckpointError: it is not valid Jinja.
+    """
     if not tokenizer.chat_template:
         return
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
     except TemplateSyntaxError as error:
-        file = folder / (TEMPLATE if (folder / TEMPLATE).exists() else SETTINGS)
         raise CheckpointError(f"{file}: expected a Jinja chat template, got line {error.lineno}: {error}") from None
     except Exception as error:  # raised by the template for this conversation
-        log.debug("%s: the chat template refuses an empty message: %s", folder, error)
+        log.debug("%s: the chat template refuses an empty message: %s", file, error)

@@ -16,14 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import ceil
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import HIDDEN, Layout, Siblings, visible
-from aspd_jax.model import flash_decode as kernels
-from aspd_jax.model import flash_decode_gpu
+from aspd_jax.model import flash_decode as kernel
 
 QUERY_CHUNK = 128
 GROUPS = 8
@@ -110,22 +109,17 @@ def chunked(
 
 
 def flash_decode(query: jax.Array, key: jax.Array, value: jax.Array, view: View, window: Window) -> jax.Array:
-    """Compute attention over the cache with the kernel for TPU (`model.flash_decode`) or CUDA (`flash_decode_gpu`).
+    """Compute attention over the cache with the kernel for NVIDIA GPUs (`model.flash_decode`).
 
-    On CPU, the TPU kernel runs interpreted, which is slow and meant for tests. Other platforms use `decode`.
+    On CPU the kernel is interpreted, which is slow and meant for tests. Other platforms use `decode`.
     """
-    seeing, seen = kernels.fields(view.query), kernels.fields(view.key)
-    kernel = partial(kernels.flash_decode, window=window)
-    on_tpu = partial(kernel, attend=kernels.attend_on_tpu)
-    on_gpu = partial(kernel, attend=flash_decode_gpu.attend_on_gpu)
+    fused = partial(kernel.flash_decode, window=window)
 
-    def plain(query: jax.Array, key: jax.Array, value: jax.Array, *_: Any) -> jax.Array:
-        return decode(query, key, value, view, window)
+    def plain(query: jax.Array, key: jax.Array, value: jax.Array, *layouts: Layout) -> jax.Array:
+        return decode(query, key, value, View(*layouts), window)
 
-    args = query, key, value, seeing, seen
-    return jax.lax.platform_dependent(
-        *args, tpu=on_tpu, cuda=on_gpu, cpu=partial(on_tpu, interpret=True), default=plain
-    )
+    interpreted = partial(fused, interpret=True)
+    return jax.lax.platform_dependent(query, key, value, *view, cuda=fused, cpu=interpreted, default=plain)
 
 
 # Attention among the tokens of a full pass, in the order of the linearisation.

@@ -1,92 +1,46 @@
-"""Attention over the cache as one Pallas kernel: keys and values are read once, and scores stay on the chip.
+"""Attention over the cache on an NVIDIA GPU as one Pallas kernel: scores stay on the chip.
 
-This module holds the parts that all platforms share and the kernel for TPU; `model.flash_decode_gpu` holds that for
-GPU.
+B rows, Q queries of a row, C slots, K kv heads, G query heads per kv head, H head size; the kernel uses T tiles of R
+rows of a product, tiles of W slots, heads of D, the next power of two, and P parts of the slots.
 
-B rows, Q queries of a row, C slots, K kv heads, G query heads per kv head, H head size; the kernel uses T tiles of P
-queries, S tiles of W slots, and N = K or K x G groups of R = P x G or P rows of a product.
-
-The grid runs over rows, query tiles and, innermost, slot tiles. All queries of a row, from all branches, form one tile
-if they fit on the chip, so that a tile of the cache, with all its heads, is loaded once per row. Slots of different
-branches interleave in the order of decoding, so the mask of every tile is computed from the layout. Softmax is computed
-online over the slots (Milakov and Gimelshein, 2018).
+The queries of a row with all G heads that share keys are rows of one product: Q x G, cut into tiles of R. Few rows
+leave most of the chip idle, so the slots that a tile of rows may see are divided among P programs (split-K), each of
+which loops over its part. A program returns weighted sums of values, sums of exponentials and the maximum score, which
+are combined afterwards. All branches of a row share a tile up to its maximum size, so that a tile of the cache is read
+once. Slots of different branches interleave in the order of decoding, so the mask of every tile is computed from the
+layout. Softmax is computed online over the slots (Milakov and Gimelshein, 2018).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from math import e, log2
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton
 
-from aspd_jax.layout import HIDDEN, NO_WINDOW, Layout
+from aspd_jax.layout import HIDDEN, NO_WINDOW, Layout, sees
 from aspd_jax.sharding import partition_spec
+from aspd_jax.sizes import next_power
 
-QUERY_ROWS = 1 << 21  # maximum P x K x G x H of a tile: 8 MiB of float32 sums
-SLOT_BYTES = 1 << 20  # maximum bytes of a key tile; large enough for full bandwidth
-SLOTS = 128  # minimum slots of a tile: the lanes of a vector
-ALIGNED = 16  # multiple of queries: 8 sublanes of two bfloat16
-TOGETHER = 128  # rows of a product that fill the matrix unit of a TPU
-MEMORY = 60 << 20  # maximum VMEM of the kernel in bytes
-
-
-class Fields(NamedTuple):
-    """The fields that the mask reads, for queries or keys; int32 [B, Q] or [B, C] each.
-
-    Attributes:
-        sequence, position, block, branch: fields of the layout.
-    """
-
-    sequence: jax.Array
-    position: jax.Array
-    block: jax.Array
-    branch: jax.Array
-
-
-class Tiles(NamedTuple):
-    """The tile sizes of a call.
-
-    Attributes:
-        queries: P.
-        slots: W.
-        together: whether the G heads that share keys are rows of one product.
-    """
-
-    queries: int
-    slots: int
-    together: bool
-
+LEAST, MAX_ROWS, ROW_BYTES = 16, 128, 2**15  # limits of a tile: smallest product side; sums that fit in registers
+SLOT_BYTES, MAX_SLOTS = 2**14, 64  # maximum size of a key tile
+PROGRAMS = 132  # one program per multiprocessor of an H100; more would add partial results to combine
+MIN_WARPS, WARP_ROWS, STAGES = 4, 16, 3
 
 Refs: TypeAlias = Any  # Pallas refs, for which there is no precise type
-# Takes query, key, value, fields of both, window int32 [1], `interpret`; returns the result on one device.
-Attend: TypeAlias = Callable[..., jax.Array]
-
-
-def tiles_for(queries: int, slots: int, key: jax.Array, heads: int) -> Tiles:
-    """Return the tile sizes for a row of `queries` and `slots`, a cache `key` [B, C, K, H] and `heads` query heads."""
-    K, H = key.shape[2:]
-    max_queries = max(QUERY_ROWS // (heads * H), ALIGNED)
-    whole = pl.cdiv(queries, ALIGNED) * ALIGNED
-    count = pl.cdiv(whole, max_queries)
-    P = pl.cdiv(pl.cdiv(whole, count), ALIGNED) * ALIGNED
-    W = SLOTS
-    while slots > W and 2 * W * K * H * key.dtype.itemsize <= SLOT_BYTES:
-        W *= 2
-    return Tiles(P, W, P < TOGETHER)
 
 
 def flash_decode(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    seeing: Fields,
-    seen: Fields,
+    query_layout: Layout,
+    key_layout: Layout,
     window: int | jax.Array | None,
-    attend: Attend,
     interpret: bool = False,
 ) -> jax.Array:
     """Compute attention of queries over a cache; on the mesh of the context, each device uses its own heads and rows.
@@ -95,20 +49,19 @@ def flash_decode(
         query: [B, Q, K, G, H].
         key: [B, C, K, H], or longer on the first two axes: the kernel skips the rest, because a slice would be a copy.
         value: same shape as `key`.
-        seeing: fields of the queries; `sequence` is 0 at padding, whose results are finite but meaningless.
-        seen: fields of the C slots in use.
+        query_layout: layout of the queries; `sequence` is 0 at padding, whose results are finite but meaningless.
+        key_layout: layout of the C slots in use.
         window: see `layout.visible`.
-        attend: kernel of a platform.
         interpret: run the kernel as plain JAX, on any platform.
 
     Returns:
         [B, Q, K, G, H] in the dtype of the query.
     """
-    attend = partial(attend, interpret=interpret)
+    run = partial(_attend, interpret=interpret)
     limit = jnp.reshape(jnp.asarray(NO_WINDOW if window is None else window, jnp.int32), 1)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return attend(query, key, value, seeing, seen, limit)
+        return run(query, key, value, query_layout, key_layout, limit)
     # XLA cannot partition a kernel. Rows are split only if all rows of the cache have queries.
     rows = "batch" if len(query) == len(key) else None
 
@@ -117,195 +70,155 @@ def flash_decode(
 
     queries = place(query.shape, rows, None, "kv_heads", None, None)
     slots = place(key.shape, rows, None, "kv_heads", None)
-    of_rows = [jax.tree.map(lambda field: place(field.shape, rows, None), fields) for fields in (seeing, seen)]
+    layouts = [jax.tree.map(lambda field: place(field.shape, rows, None), of) for of in (query_layout, key_layout)]
     split = jax.shard_map(
-        attend, in_specs=(queries, slots, slots, *of_rows, place((1,), None)), out_specs=queries, check_vma=False
+        run, in_specs=(queries, slots, slots, *layouts, place((1,), None)), out_specs=queries, check_vma=False
     )
-    return split(query, key, value, seeing, seen, limit)
+    return split(query, key, value, query_layout, key_layout, limit)
 
 
-def attend_on_tpu(
+def _attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    seeing: Fields,
-    seen: Fields,
+    query_layout: Layout,
+    key_layout: Layout,
     window: jax.Array,
     interpret: bool,
 ) -> jax.Array:
-    """Compute attention with the TPU kernel; see `Attend`."""
-    (B, Q, K, G, H), C = query.shape, seen.sequence.shape[1]
-    tiles = tiles_for(Q, C, key, K * G)
-    P, W = tiles.queries, tiles.slots
-    T, S = pl.cdiv(Q, P), pl.cdiv(C, W)
-    N, R = (K, G * P) if tiles.together else (K * G, P)
+    """Compute attention on one device; see `flash_decode`; window: int32 [1]."""
+    (B, Q, K, G, H), C, slots = query.shape, key_layout.sequence.shape[1], key.shape[1]
+    D = max(LEAST, next_power(H))
+    width = D * key.dtype.itemsize
+    R = min(MAX_ROWS, max(LEAST, min(ROW_BYTES // width, next_power(Q * G))))
+    W = min(MAX_SLOTS, max(LEAST, SLOT_BYTES // width))
+    T, S = pl.cdiv(Q * G, R), pl.cdiv(C, W)
+    P = parts_for(B * K * T, S)
 
-    seeing = Fields(*(filled(field, T * P) for field in seeing))
-    seen = Fields(*(filled(field, S * W) for field in seen))
-    visits = in_sight(seeing, seen, window, P, W)
-    rows = filled(query * H**-0.5, T * P).reshape(B, T, P, K, G, H).transpose(0, 1, 3, 4, 2, 5).reshape(B, T, N, R, H)
+    rows = _filled(query.swapaxes(2, 3).reshape(B, Q * G, K, H), T * R).swapaxes(1, 2)
+    rows = jnp.pad(rows, [(0, 0)] * 3 + [(0, D - H)])
+    row_layout = Layout(*(_filled(jnp.repeat(field, G, axis=1), T * R) for field in query_layout))
+    visits = in_sight(row_layout, Layout(*(_filled(field, S * W) for field in key_layout)), window, R, W)
 
-    def slots(b: Any, t: Any, s: Any, visits: Refs, _: Refs) -> tuple[Any, Any]:
-        return b, jnp.clip(s, visits[b, t, 0], visits[b, t, 1])  # an unchanged index is not loaded again
+    def tile(t: Any, n: Any, b: Any) -> tuple[Any, ...]:
+        return b, n // P, n % P, t
 
-    def cache_tile(*at: Any) -> tuple[Any, ...]:
-        return *slots(*at), *[0] * (key.ndim - 2)
-
-    def query_tile(b: Any, t: Any, *_: Any) -> tuple[Any, ...]:
-        return b, t, 0, 0, 0
-
-    if K == 1:  # drop the axis of size 1, for which XLA would copy the cache into another layout
-        key, value = key[:, :, 0], value[:, :, 0]
-    if not interpret:  # keep the cache in HBM: XLA would move a small cache to VMEM and back
-        key, value = (pltpu.with_memory_space_constraint(of_cache, pltpu.HBM) for of_cache in (key, value))
-    out = pl.pallas_call(
-        partial(_kernel, slots=C, shared=N // K),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(B, T, S),
-            in_specs=[
-                pl.BlockSpec((1, P, len(seeing)), lambda b, t, *_: (b, t, 0)),
-                pl.BlockSpec((1, len(seen), W), lambda *at: (slots(*at)[0], 0, slots(*at)[1])),
-                pl.BlockSpec((1, 1, N, R, H), query_tile),
-                pl.BlockSpec((1, W, *key.shape[2:]), cache_tile),
-                pl.BlockSpec((1, W, *value.shape[2:]), cache_tile),
-            ],
-            out_specs=pl.BlockSpec((1, 1, N, R, H), query_tile),
-            scratch_shapes=[
-                pltpu.VMEM((K, W, H), key.dtype),
-                pltpu.VMEM((K, W, H), value.dtype),
-                pltpu.VMEM((R, W), jnp.float32),
-                pltpu.VMEM((N, R, 1), jnp.float32),
-                pltpu.VMEM((N, R, 1), jnp.float32),
-                pltpu.VMEM((N, R, H), jnp.float32),
-            ],
-        ),
-        out_shape=jax.ShapeDtypeStruct(rows.shape, query.dtype),
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=MEMORY),
+    at_rows = pl.BlockSpec((None, None, R, D), lambda t, n, b: (b, n // P, t, 0))
+    cache = pl.BlockSpec((None, slots, None, H), lambda t, n, b: (b, 0, n // P, 0))
+    sums, numbers = (B, K, P, T * R, D), (B, K, P, T * R)
+    run = pl.pallas_call(
+        partial(_kernel, slots=C, tile=W, parts=P, scale=float(H**-0.5 * log2(e))),
+        [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (sums, numbers, numbers)],
+        grid=(T, K * P, B),  # adjacent programs read the same part of the cache
+        in_specs=[
+            pl.BlockSpec((None, None, 2), lambda t, n, b: (b, t, 0)),
+            pl.BlockSpec((1,), lambda t, n, b: (0,)),
+            pl.BlockSpec((None, len(row_layout), R), lambda t, n, b: (b, 0, t)),
+            pl.BlockSpec((None, len(key_layout), C), lambda t, n, b: (b, 0, 0)),
+            at_rows,
+            cache,
+            cache,
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, R, D), lambda *at: (*tile(*at), 0)),
+            *[pl.BlockSpec((None, None, None, R), tile)] * 2,
+        ],
+        compiler_params=triton.CompilerParams(num_warps=max(MIN_WARPS, R // WARP_ROWS), num_stages=STAGES),
         name="flash_decode",
         interpret=interpret,
-    )(visits, window, jnp.stack(seeing, axis=2), jnp.stack(seen, axis=1), rows, key, value)
-    return out.reshape(B, T, K, G, P, H).transpose(0, 1, 4, 2, 3, 5).reshape(B, T * P, K, G, H)[:, :Q]
+    )
+    layouts = jnp.stack(row_layout, axis=1), jnp.stack(key_layout, axis=1)
+    weighted, mass, top = run(visits, window, *layouts, rows, key, value)
+    part = jnp.exp2(top - top.max(axis=2, keepdims=True))
+    out = (part[..., None] * weighted).sum(axis=2) / (part * mass).sum(axis=2)[..., None]
+    out = out[:, :, : Q * G, :H].astype(query.dtype)
+    return out.reshape(B, K, Q, G, H).swapaxes(1, 2)
 
 
-def filled(x: jax.Array, size: int) -> jax.Array:
+def parts_for(programs: int, slots: int) -> int:
+    """Return the number of split-K partitions of the slot axis.
+
+    Args:
+        programs: number of programs without a split.
+        slots: number of slot tiles.
+    """
+    return max(1, min(PROGRAMS // programs, slots))
+
+
+def tiles_of(first: jax.Array, last: jax.Array, part: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
+    """Return the first tile of a part and the tile after its last, for `first` to `last` divided into `parts`."""
+    count = last - first + 1
+    return first + jax.lax.div(part * count, parts), first + jax.lax.div((part + 1) * count, parts)
+
+
+def _filled(x: jax.Array, size: int) -> jax.Array:
     """Pad the second axis with zeros to `size`."""
     return jnp.pad(x, [(0, 0), (0, size - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 
-def in_sight(seeing: Fields, seen: Fields, window: jax.Array, queries: int, slots: int) -> jax.Array:
-    """Return the first and last slot tile that a query tile may see, for every query tile.
+def in_sight(row_layout: Layout, key_layout: Layout, window: jax.Array, rows: int, slots: int) -> jax.Array:
+    """Return the first and last slot tile that a tile of rows may see, for every tile of rows.
 
     Args:
-        seeing, seen: fields of whole tiles.
+        row_layout, key_layout: layouts of whole tiles.
         window: int32 [1].
-        queries, slots: sizes of a tile.
+        rows, slots: sizes of a tile.
 
     Returns:
         Int32 [B, T, 2]; both are 0 if the tile sees nothing.
     """
-    rows = len(seeing.position)
+    B = len(row_layout.position)
 
-    def cut(field: jax.Array, size: int) -> jax.Array:
-        return field.reshape(rows, -1, size)
+    def cut(field: jax.Array) -> jax.Array:
+        return field.reshape(B, -1, rows)
 
-    real, position = cut(seeing.sequence, queries) > 0, cut(seeing.position, queries)
+    real, position = cut(row_layout.sequence) > 0, cut(row_layout.position)
     lowest = jnp.min(jnp.where(real, position, NO_WINDOW), axis=2)[:, :, None]
     highest = jnp.max(jnp.where(real, position, -1), axis=2)[:, :, None]
-    held = seen.sequence[:, None] > 0
-    near = held & (seen.position[:, None] <= highest) & (lowest - seen.position[:, None] < window)
-    some = near.reshape(rows, real.shape[1], -1, slots).any(axis=3)
+    held = key_layout.sequence[:, None] > 0
+    near = held & (key_layout.position[:, None] <= highest) & (lowest - key_layout.position[:, None] < window)
+    some = near.reshape(B, real.shape[1], -1, slots).any(axis=3)
     last = some.shape[2] - 1 - jnp.argmax(some[:, :, ::-1], axis=2)
     none = ~some.any(axis=2)
     return jnp.stack([jnp.argmax(some, axis=2), jnp.where(none, 0, last)], axis=2).astype(jnp.int32)
 
 
-def _kernel(
-    visits: Refs,
-    window: Refs,
-    seeing: Refs,
-    seen: Refs,
-    query: Refs,
-    key: Refs,
-    value: Refs,
-    out: Refs,
-    keys: Refs,
-    values: Refs,
-    bias: Refs,
-    highest: Refs,
-    total: Refs,
-    sums: Refs,
-    *,
-    slots: int,
-    shared: int,
-) -> None:
-    """Add a slot tile to the sums of a query tile.
+def _kernel(*refs: Refs, slots: int, tile: int, parts: int, scale: float) -> None:
+    """Compute the partial result of a tile of rows over a part of the slots.
 
     Args:
-        visits, window: scalars, int32 [B, T, 2] and int32 [1].
-        seeing, seen: `Fields` of the queries [1, P, 4] and of the slots [1, 4, W].
-        query, out: [1, 1, N, R, H].
-        key, value: [1, W, K, H]; with one head, [1, W, H].
-        keys, values: [K, W, H], the tile by head.
-        bias: float32 [R, W], 0 where a row sees a slot.
-        highest, total: float32 [N, R, 1], maximum score so far and sum of exponentials.
-        sums: float32 [N, R, H], weighted sums of values.
+        refs: visits int32 [2]; window int32 [1]; `Layout` of the rows int32 [4, R] and of the slots [4, C]; query [R,
+            D]; key and value [slots of the cache, H]; and the results, float32: weighted sums of values [R, D], sums of
+            exponentials [R], and maximum scores [R]. Exponentials have base 2.
         slots: C.
-        shared: number of groups that share a kv head.
+        tile: W.
+        parts: P.
+        scale: multiplier of the scores.
     """
-    b, t, s = (pl.program_id(axis) for axis in range(3))
-    (N, R, _), W = sums.shape, bias.shape[1]
+    visits, window, row_fields, key_fields, query, key, value, weighted, mass, top = refs
+    (R, D), H = query.shape, key.shape[1]
+    queries, size = query[...], jnp.arange(D)[None]
+    row_layout = Layout(*(row_fields[n, :][:, None] for n in range(len(Layout._fields))))
+    part = jax.lax.rem(pl.program_id(1), parts)
 
-    @pl.when(s == 0)
-    def start() -> None:
-        highest[...] = jnp.full_like(highest, HIDDEN)
-        total[...] = jnp.zeros_like(total)
-        sums[...] = jnp.zeros_like(sums)
+    def add(number: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        weighted, mass, top = sums
+        at = number * tile + jnp.arange(tile)
+        inside = at < slots  # memory behind the cache is undefined
+        held = inside[:, None] & (size < H)
+        keys, values = (triton.load(x.at[at[:, None], size], mask=held, other=0) for x in (key, value))
+        fields = (triton.load(key_fields.at[n, at], mask=inside, other=0)[None] for n in range(len(Layout._fields)))
+        mask = sees(row_layout, Layout(*fields), window=window[0])
+        scores = jnp.where(mask, _product(queries, keys, 1, 1) * scale, HIDDEN)
+        highest = jnp.maximum(top, scores.max(axis=1))
+        probs, kept = jnp.exp2(scores - highest[:, None]), jnp.exp2(top - highest)
+        weighted = kept[:, None] * weighted + _product(probs.astype(values.dtype), values, 1, 0)
+        return weighted, kept * mass + probs.sum(axis=1), highest
 
-    @pl.when((s >= visits[b, t, 0]) & (s <= visits[b, t, 1]))
-    def add_tile() -> None:
-        def by_head(tile: jax.Array) -> jax.Array:
-            if slots % W:  # memory behind the cache may hold infinities, and 0 times infinity is NaN
-                at = s * W + jax.lax.broadcasted_iota(jnp.int32, tile.shape, 0)
-                tile = jnp.where(at < slots, tile, 0)
-            return tile[None] if tile.ndim == 2 else jnp.swapaxes(tile, 0, 1)
-
-        keys[...], values[...] = by_head(key[0]), by_head(value[0])
-        q = Fields(*(seeing[0, :, n : n + 1] for n in range(len(Fields._fields))))
-        k = Fields(*(seen[0, n : n + 1] for n in range(len(Fields._fields))))
-        hidden = jnp.where(sees(q, k, window[0]), 0.0, HIDDEN)
-        bias[...] = jnp.tile(hidden, (R // hidden.shape[0], 1))
-
-        def add(n: jax.Array, carry: None) -> None:
-            head = jax.lax.div(n, shared)
-            scores = _product(query[0, 0, n], keys[head], 1) + bias[...]
-            before = highest[n]
-            now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-            probs, kept = jnp.exp(scores - now), jnp.exp(before - now)
-            highest[n] = now
-            total[n] = kept * total[n] + jnp.sum(probs, axis=1, keepdims=True)
-            sums[n] = kept * sums[n] + _product(probs.astype(values.dtype), values[head], 0)
-
-        jax.lax.fori_loop(0, N, add, None)
-
-    @pl.when(s == pl.num_programs(2) - 1)
-    def finish() -> None:
-        out[0, 0] = (sums[...] / total[...]).astype(out.dtype)
+    initial = jnp.zeros((R, D), jnp.float32), jnp.zeros(R, jnp.float32), jnp.full(R, HIDDEN, jnp.float32)
+    weighted[...], mass[...], top[...] = jax.lax.fori_loop(*tiles_of(visits[0], visits[1], part, parts), add, initial)
 
 
-def _product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
-    """Multiply rows [R, X] by a matrix, summed over `axis` of the matrix; float32."""
-    return jax.lax.dot_general(rows, matrix, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def sees(q: Fields, k: Fields, window: jax.Array) -> jax.Array:
-    """Return `layout.visible` for a tile, bool [P, W], from fields [P, 1] and [1, W]."""
-    same = (q.sequence == k.sequence) & (k.sequence > 0)
-    sibling = (q.block == k.block) & (q.block > 0) & (q.branch != k.branch)
-    return same & (k.position <= q.position) & ~sibling & (q.position - k.position < window)
-
-
-def fields(layout: Layout) -> Fields:
-    """Return the fields of a layout [B, …]."""
-    position, sequence, block, branch = (jnp.asarray(field, jnp.int32) for field in layout)
-    return Fields(sequence, position, block, branch)
+def _product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
+    """Return the float32 matrix product over one axis of each operand."""
+    return jax.lax.dot_general(a, b, (((axis,), (other,)), ((), ())), preferred_element_type=jnp.float32)

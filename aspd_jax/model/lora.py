@@ -14,7 +14,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from aspd_jax.errors import CheckpointError
-from aspd_jax.model.adapter import EMBEDDING, HEAD, Adapter
+from aspd_jax.model.adapter import EMBEDDING, HEAD, Adapter, Factors, Rows
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.vocabulary import NEW_TOKENS
 from aspd_jax.model.weights import ADAPTERS, MADE_HERE, Path_, Tensor, input_axes, tensors_of
@@ -49,7 +49,7 @@ def merge_adapters(config: ModelConfig, parameters: Any) -> Any:
         if down is not None and up is not None:
             change = np.tensordot(np.asarray(jax.device_get(up)), np.asarray(jax.device_get(down)), 1)
             kernel = kernel.astype(np.float32) + config.lora_alpha / config.lora_rank * change
-        merged[path] = kernel.astype(dtype)
+        merged[path] = kernel.astype(dtype, copy=False)
     for name, target in KERNELS.items():
         if (rows := leaves.get((NEW_TOKENS, name))) is not None:
             merged[target] = np.array(jax.device_get(leaves[target]))
@@ -57,25 +57,19 @@ def merge_adapters(config: ModelConfig, parameters: Any) -> Any:
     return unflatten_dict(merged)
 
 
-def adapter_tensors(
-    config: ModelConfig, parameters: Any
-) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[str, np.ndarray]]:
-    """Return the parameters that LoRA trains, on the host and under Hugging Face names.
-
-    Returns:
-        Factors (down [R, inputs], up [outputs, R]) of each linear layer, and rows [T, D] of the embedding and the head.
-        Layers that share a joint kernel here share their `down`.
-    """
+def trained_adapter(config: ModelConfig, parameters: Any, source: str) -> Adapter:
+    """Return the parameters that LoRA trains, on the host. Layers that share a joint kernel here share their `down`."""
     leaves = flatten_dict(parameters)
-    factors = {}
+    factors, scale = {}, config.lora_alpha / config.lora_rank
     for name, tensor in tensors_of(config, leaves).items():
         down, up = (leaves.get((*tensor.path[:-1], part)) for part in ADAPTERS)
         if tensor.path[-1] == "kernel" and down is not None and up is not None:
             part = tensor.cut(np.asarray(jax.device_get(up)))
             flat = np.asarray(jax.device_get(down)).reshape(config.lora_rank, -1)
-            factors[name.removesuffix(".weight")] = (flat, part.reshape(-1, config.lora_rank))
+            factors[name.removesuffix(".weight")] = Factors(flat, part.reshape(-1, config.lora_rank), scale)
     rows = {name: leaves.get((NEW_TOKENS, parameter)) for parameter, name in ROWS.items()}
-    return factors, {name: np.asarray(jax.device_get(values)) for name, values in rows.items() if values is not None}
+    trained = {name: np.asarray(jax.device_get(values)) for name, values in rows.items() if values is not None}
+    return Adapter(source, factors, {name: Rows(config.new_tokens, values) for name, values in trained.items()})
 
 
 def adapter_parameters(config: ModelConfig, parameters: Any, adapter: Adapter | None, number: int) -> Any:
@@ -98,9 +92,14 @@ def adapter_parameters(config: ModelConfig, parameters: Any, adapter: Adapter | 
         if tensor.path[-1] == "kernel" and (*tensor.path[:-1], "lora_down") in leaves:
             parts.setdefault(tensor.path[:-1], []).append((name.removesuffix(".weight"), tensor))
     if adapter is not None:
-        known = {name for layers in parts.values() for name, _ in layers} | set(ROWS.values())
-        if unknown := sorted({*adapter.factors, *adapter.rows} - known):
-            raise CheckpointError(f"{adapter.source}: expected a base with {unknown[0]}, got one without it")
+        with_factors = {name for layers in parts.values() for name, _ in layers}
+        with_rows = {tensor for name, tensor in ROWS.items() if (NEW_TOKENS, name) in leaves}
+        for kind, names, known in (("factors", adapter.factors, with_factors), ("rows", adapter.rows, with_rows)):
+            if unknown := sorted(names.keys() - known):
+                raise CheckpointError(
+                    f"{adapter.source}: expected a base with slots for {kind} of {unknown[0]}, got one without. "
+                    "Merge the adapter into its base."
+                )
     new: dict[Path_, np.ndarray] = {}
     for path, layers in parts.items():
         down, up = (np.zeros(leaves[(*path, name)].shape, np.float32) for name in ADAPTERS)

@@ -258,7 +258,7 @@ def _with_new_rows(tensor: np.ndarray, rows: int, new_rows: Mapping[int, int]) -
         return tensor
     grown = np.zeros((rows, tensor.shape[1]), tensor.dtype)
     grown[: tensor.shape[0]] = tensor
-    means = {old: tensor[:old].astype(np.float32, copy=False).mean(axis=0) for old in set(new_rows.values())}
+    means = {old: tensor[:old].mean(axis=0, dtype=np.float32) for old in set(new_rows.values())}
     for row, old in new_rows.items():
         grown[row] = means[old].astype(tensor.dtype)
     return grown

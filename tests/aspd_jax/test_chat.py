@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from aspd_jax.chat import Chat, encode_history, encode_prompt, end_of_turn, with_end_of_turn
-from aspd_jax.errors import ConversationError
+from aspd_jax.errors import CheckpointError, ConversationError
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
 from aspd_jax.sources import Conversation, conversation
 from aspd_jax.tokens import TAGS, Codec
@@ -290,6 +290,9 @@ def test_a_template_from_a_file_adds_its_end(tmp_path: Path) -> None:
     lm = load_model(tmp_path / "model")
     assert lm.end_ids == (tokenizer.eos_token_id,)
     (tmp_path / "chat.jinja").write_text(CHATML)
+    (tmp_path / "broken.jinja").write_text("\n{% if %}")
+    with pytest.raises(CheckpointError, match=r"broken\.jinja: expected a Jinja chat template, got line 2: "):
+        for_conversations(lm, tmp_path / "model", tmp_path / "broken.jinja")
     for_conversations(lm, tmp_path / "model", tmp_path / "chat.jinja")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert lm.end_ids == Engine(lm).config.end == (tokenizer.eos_token_id, end)

@@ -204,6 +204,34 @@ def test_files_in_a_folder_are_readable_by_all(tmp_path: Path) -> None:
     assert modes["one"] == modes["two"] == 0o644 and modes["inside"] & 0o111, "a folder can be entered"
 
 
+def test_a_folder_may_be_the_current_one_or_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("current", "target"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("target")
+    monkeypatch.chdir(tmp_path / "current")
+    for path in (Path("."), tmp_path / "link"):
+        with write_folder(path) as folder:
+            (folder / "file").touch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "link", "target"]
+    assert (tmp_path / "current" / "file").exists() and (tmp_path / "link" / "file").exists()
+    assert (tmp_path / "link").is_symlink()
+    monkeypatch.chdir(tmp_path / "current")
+    for path in (Path("."), Path("")):
+        with pytest.raises(CheckpointError, match="current: expected a new or empty folder"), write_folder(path):
+            pass
+
+
+def test_a_folder_that_cannot_be_replaced_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OutputError, match=r"^/: expected a folder that can be replaced, got a mount point"):
+        write_folder(Path("/")).__enter__()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    with pytest.raises(OutputError, match=r"got a mount point\. Choose one in it"):
+        write_folder(tmp_path).__enter__()
+    for path in ("", ".", "/"):
+        with pytest.raises(OutputError, match="expected a path with a name, got a folder"):
+            write_whole(Path(path), "text")
+
+
 def test_errors_of_other_kinds_stay_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="missing"), write_folder(tmp_path / "folder"):
         (tmp_path / "missing").read_text()

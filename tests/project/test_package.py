@@ -67,6 +67,13 @@ def test_the_sdist(built: Path) -> None:
     assert {"pyproject.toml", "README.md", "LICENSE", "infer/server/page.html"} <= names
 
 
+def test_versions_whose_configurations_are_not_read_are_not_permitted() -> None:
+    """Check `transformers` 4, without `rope_parameters`: layers of Gemma 3 with a window would get other angles."""
+    listed = map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    (of_transformers,) = (requirement for requirement in listed if requirement.name == "transformers")
+    assert "5.0.0" in of_transformers.specifier and "4.57.6" not in of_transformers.specifier
+
+
 @pytest.mark.further
 def test_the_wheel_works_where_it_is_installed(built: Path, tmp_path: Path) -> None:
     """Run the wheel in a separate folder with the libraries of this environment."""

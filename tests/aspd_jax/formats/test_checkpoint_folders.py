@@ -18,7 +18,7 @@ from aspd_jax import load_model, save_model
 from aspd_jax.errors import CheckpointError, RequestError
 from aspd_jax.formats import open_tokenizer
 from aspd_jax.formats.hf_config import check_fields, make_config
-from aspd_jax.formats.shards import read_tensors
+from aspd_jax.formats.shards import find_tensors, read_stored
 from aspd_jax.layout import HIDDEN
 from aspd_jax.model.config import from_hugging_face
 from infer import Engine, SamplingParams
@@ -128,6 +128,14 @@ def test_real_fields_that_change_nothing(name: str, tmp_path: Path) -> None:
         (
             tiny_config(**GEMMA3 | {"use_bidirectional_attention": True}),
             "use_bidirectional_attention: expected false, got true",
+        ),
+        (
+            tiny_config(**GEMMA3 | {"final_logit_softcapping": 30.0}),
+            "config.json: final_logit_softcapping: expected null, got 30.0",
+        ),
+        (
+            tiny_config(**GEMMA3 | {"rope_scaling": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}),
+            "rope_scaling.full_attention: expected none in default scaling, got {'rope_type'",
         ),
         (
             tiny_config(rope_scaling={"rope_type": "linear", "factor": 2.0, "odd": 3}),
@@ -248,7 +256,7 @@ def test_a_single_file_goes_before_a_stale_index(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_config(), seed=3)
     in_two_shards(tmp_path)
     write_checkpoint(tmp_path, tiny_config(), seed=4)
-    for name, tensor in read_tensors(tmp_path):
+    for name, tensor in read_stored(find_tensors(tmp_path)):
         np.testing.assert_array_equal(tensor, seeded_tensors(tiny_config(), 4)[name])
 
 
@@ -260,7 +268,7 @@ def test_a_shard_holds_what_the_index_says(tmp_path: Path) -> None:
     other = second if weight_map[norm] == first else first
     stale = load_file(tmp_path / other) | {norm: np.full(32, 9, np.float32)}
     save_file(stale, tmp_path / other)
-    np.testing.assert_array_equal(dict(read_tensors(tmp_path))[norm], seeded_tensors(tiny_config())[norm])
+    np.testing.assert_array_equal(dict(read_stored(find_tensors(tmp_path)))[norm], seeded_tensors(tiny_config())[norm])
     for wrong, message in (
         (weight_map | {"model.lost": first}, "expected model.lost in .*, got a file without it"),
         (weight_map | {"model.lost": "../x.safetensors"}, "weight_map: expected names"),
@@ -291,13 +299,22 @@ def test_a_yarn_field_that_transformers_does_not_read_changes_nothing() -> None:
 
 
 def test_a_rotary_embedding_may_be_in_the_fields_of_two_versions() -> None:
-    old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    old = {"rope_theta": 5e5, "rope_scaling": {"rope_type": None, "type": "linear", "factor": 2.0}}
     new = {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 5e5}}
     configs = [tiny_config(**fields) for fields in (old, {"rope_theta": None} | new, old | new)]
     for config in configs:
         check_fields("config.json", config)
     first, *others = (from_hugging_face(make_config(config, "config.json"), "float32") for config in configs)
     assert others == [first, first] and (first.rope.theta, first.rope.factor) == (5e5, 2.0)
+
+
+def test_a_kind_of_scaling_may_have_its_older_name() -> None:
+    gemma = {name: value for name, value in tiny_config(**GEMMA3).items() if name != "rope_parameters"}
+    for name in ("type", "rope_type"):
+        config = gemma | {"rope_scaling": {name: "linear", "factor": 8.0}}
+        check_fields("config.json", config)
+        rope = from_hugging_face(make_config(config, "config.json"), "float32").rope
+        assert (rope.scaling, rope.factor) == ("linear", 8.0)
 
 
 def test_tensors_may_have_different_dtypes(tmp_path: Path) -> None:

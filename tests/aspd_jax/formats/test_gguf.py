@@ -286,6 +286,23 @@ def test_a_value_of_another_type_is_refused(
         open_checkpoint(with_keys(plain_file, tmp_path / "a.gguf", **{key: value}))
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"model": "llama", "scores": [0.0] * 5, "unknown_token_id": 9},
+        {"model": "llama", "scores": [0.0] * 3},
+        {"model": "gpt2", "pre": "qwen2", "merges": ["a z"]},
+        {"model": "gpt2", "pre": "qwen2", "merges": ["ab"]},
+    ],
+)
+def test_a_broken_tokenizer_is_named(broken: dict[str, Any], plain_file: Path, tmp_path: Path) -> None:
+    keys = {
+        f"tokenizer.ggml.{key}": value for key, value in ({"tokens": ["<u>", "a", "b", "ab", "abab"]} | broken).items()
+    }
+    with pytest.raises(CheckpointError, match=r"a\.gguf: expected a tokenizer, got a broken one: "):
+        open_checkpoint(with_keys(plain_file, tmp_path / "a.gguf", **keys))
+
+
 def test_neutral_values_change_nothing(plain_file: Path, tmp_path: Path) -> None:
     keys = {"logit_scale": 1.0, "expert_count": 0, "attention.causal": True, "use_parallel_residual": False}
     keys |= {"attention.head_count_kv": [2, 2], "rope.scaling.attn_factor": 1.0, "attention.scale": 0.0}

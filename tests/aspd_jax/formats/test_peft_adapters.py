@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import aspd
 from aspd_jax import LanguageModel, build_layout, load_model, save_model
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats.adapter import CONFIG, WEIGHTS, open_adapter
-from aspd_jax.language_model import save_adapter
+from aspd_jax.language_model import put_adapter, save_adapter
+from aspd_jax.model.adapter import Rows
 from aspd_jax.model.lora import merge_adapters
 from aspd_jax.model.weights import ADAPTERS
 from tests.aspd_jax.model.test_model import SPECIAL
@@ -140,6 +142,13 @@ def test_only_adapters_and_new_rows_get_gradients(tmp_path: Path) -> None:
     merged = merge_adapters(lm.config, lm.params)["embedding"]["embedding"]
     same = (np.asarray(merged) == np.asarray(lm.params["embedding"]["embedding"])).all(axis=1)
     assert np.flatnonzero(~same).tolist() == list(lm.config.new_tokens)
+
+
+def test_layers_without_an_adapter_are_not_copied(tmp_path: Path) -> None:
+    lm = load_model(base_folder(tmp_path, CASES["tied"]))
+    params = jax.tree.map(np.asarray, lm.params)
+    merged = merge_adapters(lm.config, params)
+    assert jax.tree.all(jax.tree.map(np.shares_memory, params, merged))
 
 
 def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
@@ -286,12 +295,41 @@ def test_rows_of_ordinary_tokens_are_merged(pair: tuple[Path, Path], tmp_path: P
     old, new = (np.asarray(lm.params["embedding"]["embedding"]) for lm in (before, merged))
     np.testing.assert_array_equal(new[[7, 5]], rows)
     assert np.flatnonzero((new != old).any(axis=1))[:2].tolist() == [5, 7]
+    within_images = name.replace("model.embed", "model.language_model.embed")  # in Gemma3ForConditionalGeneration
+    save_file(tensors | {within_images: rows}, folder / WEIGHTS)
+    np.testing.assert_array_equal(open_adapter(folder).rows["model.embed_tokens"].values, rows)
     known = base_rows(base)
     changed(folder, trainable_token_indices=[7, known + 50])
     with pytest.raises(
         CheckpointError, match=rf"expected a base with the tokens \[7, {known + 50}\], got one with {known} "
     ):
         load_model(base, adapter=folder)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda a: replace(a, factors={**a.factors, "lm_head": next(iter(a.factors.values()))}),
+            "expected a base with slots for factors of lm_head, got one without. Merge",
+        ),
+        (
+            lambda a: replace(a, rows={**a.rows, "model.norm": next(iter(a.rows.values()))}),
+            "expected a base with slots for rows of model.norm, got one without. Merge",
+        ),
+        (
+            lambda a: replace(a, rows={"model.embed_tokens": Rows((5, 7), np.ones((2, 32), np.float32))}),
+            r"trainable_token_indices: expected the ids of the six tags, \[\d.*, got \[5, 7\]. Merge",
+        ),
+    ],
+)
+def test_what_a_slot_does_not_hold_is_refused(edit: Any, message: str, pair: tuple[Path, Path]) -> None:
+    lm = load_model(pair[0], adapters=1, lora_rank=RANK)
+    before, adapter = lm.params, open_adapter(pair[1])
+    with pytest.raises(CheckpointError, match=message):
+        put_adapter(lm, 0, edit(adapter))
+    assert lm.params is before
+    put_adapter(lm, 0, adapter)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The kernels for decoding, interpreted on CPU, against the definition."""
+"""The kernel for decoding, interpreted on CPU, against the definition."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aspd_jax import LanguageModel, SpecialTokens, build_layout
-from aspd_jax.layout import Layout
-from aspd_jax.model import flash_decode, flash_decode_gpu
+from aspd_jax.layout import Layout, sees
+from aspd_jax.model import flash_decode
 from aspd_jax.model.attention import DECODE_BACK_ENDS, View
 from aspd_jax.model.cache import layer_sharding
 from aspd_jax.model.transformer import Transformer
@@ -31,13 +31,11 @@ K, G, H = 2, 3, 8
 text = st.lists(st.integers(1, 50), max_size=12)
 block = st.lists(st.tuples(st.lists(st.integers(1, 50), min_size=1, max_size=3), text), min_size=2, max_size=5)
 parts = st.lists(st.one_of(text, block), min_size=1, max_size=6)
-kernels = pytest.mark.parametrize("name", ["tpu", "cuda"])
 
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_decode, "SLOT_BYTES", 0)
-    monkeypatch.setattr(flash_decode_gpu, "SLOT_BYTES", 0)
 
 
 def scene(rows: list[list], seed: int) -> tuple[Any, ...]:
@@ -71,63 +69,55 @@ def scene(rows: list[list], seed: int) -> tuple[Any, ...]:
     return query, key, value, View(Layout(*map(jnp.asarray, query_layout)), Layout(*map(jnp.asarray, key_layout)))
 
 
-def computed(name: str, *args: Any) -> jax.Array:
-    """By a back end, or by the kernel of a platform; args as for `DecodeAttention`."""
-    if name in DECODE_BACK_ENDS:
-        return DECODE_BACK_ENDS[name](*args)
-    query, key, value, view, window = args
-    of = map(flash_decode.fields, view)
-    attend = {"tpu": flash_decode.attend_on_tpu, "cuda": flash_decode_gpu.attend_on_gpu}[name]
-    return flash_decode.flash_decode(query, key, value, *of, window, attend, interpret=True)
-
-
-def compare(args: tuple[Any, ...], window: int | None, name: str) -> float:
-    """Largest difference of a kernel from the definition, over queries that see something: none of padding."""
-    expected, got = (jax.jit(partial(computed, of), static_argnums=4)(*args, window) for of in ("reference", name))
+def compare(args: tuple[Any, ...], window: int | None) -> float:
+    """Largest difference of the kernel from the definition, over queries that see something: none of padding."""
+    expected, got = (
+        jax.jit(DECODE_BACK_ENDS[name], static_argnums=4)(*args, window) for name in ("reference", "flash_decode")
+    )
     real = np.asarray(args[3].mask("invisible", window).any(axis=2))
     assert np.isfinite(got).all()
     return float(np.abs(np.asarray(got) - np.asarray(expected))[real].max())
 
 
 @pytest.mark.default_cases(1)
-@kernels
 @pytest.mark.parametrize("window", [None, 9])
-def test_equal_to_the_definition(window: int | None, name: str) -> None:
+def test_equal_to_the_definition(window: int | None) -> None:
     """Check interleaved branches, padding, discarded slots, and unused slots and rows of the cache."""
 
     @settings(max_examples=4)
     @given(rows=st.lists(parts, min_size=2, max_size=2), seed=st.integers(0, 99))
     def holds(rows: list[list], seed: int) -> None:
-        assert compare(scene(rows, seed), window, name) < 1e-5
+        assert compare(scene(rows, seed), window) < 1e-5
 
     holds()
 
 
-@pytest.mark.default_cases(1)
-@kernels
-def test_a_wrong_mask_changes_the_result(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernel see siblings."""
+
+    def wrong(q: Layout, k: Layout, **others: Any) -> Any:
+        return sees(q._replace(block=0 * q.block), k, **others)
+
+    monkeypatch.setattr(flash_decode, "sees", wrong)
+
+
+def test_a_wrong_mask_changes_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: check that a mask with visible siblings gives another result."""
     args = scene([[[1] * 30, [([5], [6] * 9), ([7], [8] * 9), ([9], [10] * 9)]]] * 2, 0)
-    assert compare(args, None, name) < 1e-5
-    plain = flash_decode.fields
-    monkeypatch.setattr(flash_decode, "fields", lambda of: plain(of)._replace(block=0 * plain(of).block))
+    assert compare(args, None) < 1e-5
+    without_blocks(monkeypatch)
     jax.clear_caches()
-    assert compare(args, None, name) > 1e-2
+    assert compare(args, None) > 1e-2
 
 
 @pytest.mark.further
-@kernels
-def test_many_queries_are_several_tiles(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_many_queries_are_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that each tile of queries reads only visible slots; with a window, not from the first slot."""
-    monkeypatch.setattr(flash_decode, "QUERY_ROWS", 16 * K * G * H)
-    monkeypatch.setattr(flash_decode, "TOGETHER", 8)
-    monkeypatch.setattr(flash_decode_gpu, "MAX_ROWS", 16)
+    monkeypatch.setattr(flash_decode, "MAX_ROWS", 16)
     args = scene([[[1] * 280], [[2] * 100]], 1)
-    tiles = flash_decode.tiles_for(QUERIES, SLOTS, args[1], K * G)
-    assert tiles == flash_decode.Tiles(16, 128, False)
     jax.clear_caches()
     for window in (None, 9):
-        assert compare(args, window, name) < 1e-5
+        assert compare(args, window) < 1e-5
 
 
 @pytest.mark.further
@@ -148,10 +138,7 @@ def test_same_tokens_from_an_engine(bare_lm: LanguageModel) -> None:
 @pytest.mark.further
 @given(st.integers(0, 600), st.integers(0, 600), st.integers(1, 132))
 def test_every_tile_is_of_one_part(first: int, more: int, parts: int) -> None:
-    """Check the form for GPUs."""
-    of_parts = flash_decode_gpu.tiles_of(
-        *np.int32([first, first + more])[:, None], np.arange(parts, dtype=np.int32), parts
-    )
+    of_parts = flash_decode.tiles_of(*np.int32([first, first + more])[:, None], np.arange(parts, dtype=np.int32), parts)
     begin, end = map(np.asarray, of_parts)
     assert begin[0] == first and end[-1] == first + more + 1
     assert (begin[1:] == end[:-1]).all() and np.ptp(end - begin) <= 1
@@ -160,21 +147,19 @@ def test_every_tile_is_of_one_part(first: int, more: int, parts: int) -> None:
 @pytest.mark.parametrize(("queries", "times"), [(1, 1), (16, 1), (32, 1), (33, 2), (512, 16)])
 def test_queries_of_a_row_read_the_cache_together(queries: int, times: int) -> None:
     """Check the number of GPU programs for each part of the slots and each of 8 heads."""
-    fields = [flash_decode.Fields(*[jax.ShapeDtypeStruct((1, size), jnp.int32)] * 4) for size in (queries, 32768)]
+    layouts = [Layout(*[jax.ShapeDtypeStruct((1, size), jnp.int32)] * 4) for size in (queries, 32768)]
     query, cache = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, queries, 8, 4, 128), (1, 32768, 8, 128))
     )
-    window = jax.ShapeDtypeStruct((1,), jnp.int32)
-    attend = partial(flash_decode_gpu.attend_on_gpu, interpret=False)
-    traced = jax.make_jaxpr(attend)(query, cache, cache, *fields, window)
+    attend = partial(flash_decode.flash_decode, window=None)
+    traced = jax.make_jaxpr(attend)(query, cache, cache, *layouts)
     (call,) = (one for one in traced.eqns if one.primitive.name == "pallas_call")
     assert call.params["grid_mapping"].grid == (times, 8 * max(1, 16 // times), 1)
 
 
 @pytest.mark.further
-@kernels
 @pytest.mark.several
-def test_heads_and_rows_of_a_mesh(name: str) -> None:
+def test_heads_and_rows_of_a_mesh() -> None:
     """Check that each device computes its heads and rows of the mesh."""
     args = scene([[[1] * 30], [[2] * 9, [([5], [6]), ([7], [8])]]], 2)
     query, key, value, view = args[0], args[1][:2], args[2][:2], args[3]
@@ -183,7 +168,7 @@ def test_heads_and_rows_of_a_mesh(name: str) -> None:
 
     def split(*of: Any) -> jax.Array:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return computed(name, *of, None)
+            return DECODE_BACK_ENDS["flash_decode"](*of, None)
 
     spread = [jax.device_put(x, layer_sharding(x.shape, mesh)) for x in (key, value)]
     got = jax.jit(split)(query, *spread, view)

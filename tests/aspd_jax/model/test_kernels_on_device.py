@@ -1,6 +1,6 @@
-"""The kernels as an accelerator runs them, against the definition; `tests/accelerator.sh` runs these tests.
+"""The kernel as a GPU runs it, against the definition; `tests/accelerator.sh` runs these tests.
 
-On CPU, `test_flash_decode.py` interprets the same kernels.
+On CPU, `test_flash_decode.py` interprets the same kernel.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from aspd_jax.model import flash_decode
 from aspd_jax.model.attention import DECODE_BACK_ENDS
 from tests.aspd_jax.model import test_flash_decode as decoding
 
-pytestmark = pytest.mark.skipif(jax.default_backend() == "cpu", reason="no accelerator")
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU")
 # Relative errors of products in tf32 (float32 inputs) and in bfloat16.
 TOLERANCE = {"float32": 5e-3, "bfloat16": 2e-2}
 by_dtype = pytest.mark.parametrize("dtype", TOLERANCE)
@@ -46,7 +45,6 @@ def test_decoding(dtype: str, heads: tuple[int, int, int], window: int | None, m
     with jax.default_matmul_precision("highest"):
         expected = computed("reference")
     assert error(computed("flash_decode"), expected) < TOLERANCE[dtype]
-    plain = flash_decode.fields
-    monkeypatch.setattr(flash_decode, "fields", lambda of: plain(of)._replace(block=0 * plain(of).block))
+    decoding.without_blocks(monkeypatch)
     jax.clear_caches()
     assert error(computed("flash_decode"), expected) > 5 * TOLERANCE[dtype]

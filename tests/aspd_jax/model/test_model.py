@@ -396,7 +396,9 @@ def test_bfloat16_is_close(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "model_type: expected one of llama, .*, got 'gpt2'"),
-        ({"hidden_act": "tanh"}, "hidden_act: expected one of silu, .*, got 'tanh'"),
+        ({"hidden_act": "tanh"}, r"config\.json: hidden_act: expected one of silu, .*, got 'tanh'"),
+        ({"hidden_act": None}, r"config\.json: hidden_act: expected one of silu, .*, got null"),
+        ({"num_key_value_heads": 3}, r"config\.json: num_attention_heads: expected a multiple of .* \(3\), got 4"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
             "rope_scaling: rope_type: expected one of .*, got 'dynamic'",

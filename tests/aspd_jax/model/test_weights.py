@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
@@ -15,10 +17,12 @@ from transformers import AutoTokenizer
 from aspd_jax import load_model, save_model
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.formats.folder import write_tensors
-from aspd_jax.formats.shards import read_tensors as tensors_in
+from aspd_jax.formats.shards import find_tensors, read_stored
+from aspd_jax.language_model import save_adapter
 from aspd_jax.layout import HIDDEN
-from aspd_jax.model.weights import load_parameters, tensors_from
+from aspd_jax.model.weights import _with_new_rows, load_parameters, tensors_from
 from aspd_jax.sharding import make_mesh, partition_spec
+from aspd_jax.tokens import add_special_tokens
 from tests.aspd_jax.model.test_model import logits_of
 from tests.aspd_jax.test_tokens import byte_level
 from tests.conftest import seeded_tensors, tiny_config, write_checkpoint
@@ -57,11 +61,11 @@ def test_sharded_files_in_and_out(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     write_tensors(tmp_path / "out", tensors_from(lm.config, lm.params), shard_bytes=8_000)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 3
-    again = load_parameters("out", tensors_in(tmp_path / "out"), lm.model)
+    again = load_parameters("out", read_stored(find_tensors(tmp_path / "out")), lm.model)
     jax.tree.map(np.testing.assert_array_equal, lm.params, again)
     next((tmp_path / "out").glob("model-00002-*")).unlink()
     with pytest.raises(CheckpointError, match=r"expected model-00002-\S+ in the folder, got none"):
-        load_parameters("out", tensors_in(tmp_path / "out"), lm.model)
+        load_parameters("out", read_stored(find_tensors(tmp_path / "out")), lm.model)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -96,11 +100,44 @@ def test_new_rows_are_the_mean_of_the_old(tied: bool, padding: int, tmp_path: Pa
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == lm.tokenizer.get_vocab()
 
 
+@pytest.mark.parametrize("padding", [0, 40])
+def test_tags_without_a_row_get_one_although_the_tokenizer_has_them(padding: int, tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    old = len(tokenizer)
+    write_checkpoint(tmp_path, tiny_config(vocab_size=old, eos_token_id=tokenizer.eos_token_id))
+    add_special_tokens(tokenizer)
+    tokenizer.add_tokens([f"[PAD{number}]" for number in range(padding)])
+    tokenizer.save_pretrained(tmp_path)
+    lm = load_model(tmp_path)
+    rows = np.asarray(lm.params["embedding"]["embedding"])
+    assert lm.special_tokens is not None and lm.special_tokens.ids == tuple(range(old, old + 6))
+    np.testing.assert_allclose(rows[old : old + 6], np.tile(rows[:old].mean(axis=0), (6, 1)), atol=1e-6)
+    np.testing.assert_array_equal(rows[:old], read_tensors(tmp_path)["model.embed_tokens.weight"])
+    save_adapter(load_model(tmp_path, lora_rank=2), tmp_path / "adapter", "tiny")
+    merged = np.asarray(load_model(tmp_path, adapter=tmp_path / "adapter").params["embedding"]["embedding"])
+    np.testing.assert_allclose(merged[old : old + 6], rows[old : old + 6], atol=1e-2)
+
+
+def test_the_mean_of_the_old_rows_takes_no_copy_of_them() -> None:
+    """Check bfloat16, whose sums need float32."""
+    rows = np.random.default_rng(0).standard_normal((40000, 8)).astype(ml_dtypes.bfloat16) + ml_dtypes.bfloat16(1)
+    tracemalloc.start()
+    grown = _with_new_rows(rows, 40001, {40000: 40000})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert grown.dtype == rows.dtype and peak < 1.5 * rows.nbytes
+    np.testing.assert_allclose(grown[40000].astype(float), rows.astype(float).mean(axis=0), atol=5e-3)
+
+
 def test_bfloat16_round_trip(tmp_path: Path) -> None:
     lm = load_model(write_checkpoint(tmp_path / "in", tiny_config()), dtype="bfloat16")
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(lm.params)} == {"bfloat16"}
     save_model(lm, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    again = load_model(tmp_path / "out", dtype="bfloat16")
+    again.params["embedding"]["embedding"] = again.params["embedding"]["embedding"].astype("float32")  # as if trained
+    save_model(again, tmp_path / "trained")
+    assert json.loads((tmp_path / "trained" / "config.json").read_text())["torch_dtype"] == "float32"
     again = load_model(tmp_path / "out", dtype="bfloat16")
     jax.tree.map(np.testing.assert_array_equal, again.params, lm.params)
 
