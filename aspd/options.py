@@ -73,7 +73,7 @@ def layer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=("float", "int8"), default="float", help="format of the layers' kernels")
     parser.add_argument(
         "--decode-attention", choices=("decode", "flash_decode"), default="decode",
-        help="attention of steps over the cache: plain XLA, or the kernel for GPU and TPU",
+        help="attention of steps over the cache: plain XLA, or the kernel for NVIDIA GPUs",
     )  # fmt: skip
 
 
