@@ -155,6 +155,7 @@ class Records:
 
     Attributes:
         problems: records and turns that cannot be used.
+        files: names of the tokenised files, with hashes of their records.
         sizes: tokens of each example.
 
     Raises:
@@ -193,6 +194,7 @@ class Records:
         if not self._rows.size:
             raise no_record(", ".join(files), [_where(problem) for problem in self.problems[:1]])
         whole = datasets.concatenate_datasets(tables)
+        self.files = [Path(file["filename"]).name for file in whole.cache_files]
         self.sizes = np.asarray(whole["size"])[self._rows]
         self._table = whole.with_format("numpy", columns=list(Example._fields))
 
