@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from aspd_jax.configuration import config_from_dict
@@ -131,10 +132,11 @@ def read_data(config: TrainConfig, lm: LanguageModel, output: Path, progress: bo
 def _run(
     config: TrainConfig, setup: Setup, data: Data, checkpoints: Checkpoints, output: Path, progress: bool
 ) -> TrainState:
-    state, batches = setup.state, data.batches
-    first = checkpoints.latest
+    batches, first = data.batches, checkpoints.latest
     if first:
-        state, batches.state = checkpoints.restore(first, state)
+        state, batches.state = checkpoints.restore(first, setup.free_state())
+    else:
+        state = setup.state
     update = train_step(setup.model, setup.optimiser, config.optimiser.accumulate)
     writer = MetricsWriter(output, first) if jax.process_index() == 0 else None
     flops = model_flops(setup.lm.config, join(state.params, setup.frozen), config.data.length)
@@ -208,7 +210,9 @@ def export(run: Path, output: Path, step: int | None = None, dtype: str | None =
         if chosen not in checkpoints.steps:
             steps = ", ".join(map(str, checkpoints.steps)) or "none"
             raise CheckpointError(f"{run}: expected a checkpoint of step {steps}, got {chosen}")
-        state, _ = checkpoints.restore(chosen, setup.state)
+        like = setup.free_state()
+        like = like._replace(optimiser=jax.tree.map(lambda _: ocp.PLACEHOLDER, like.optimiser))
+        state, _ = checkpoints.restore(chosen, like)
     save_model(setup.language_model(state), output, dtype)
     return chosen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ class Setup:
         model: transformer with the attention, scan, remat and mesh of the run.
         optimiser: optimiser.
         frozen: parameters that are not trained; empty in full fine-tuning.
-        state: training state of step 0.
+        params: trained parameters of step 0.
     """
 
     lm: LanguageModel
@@ -41,7 +42,18 @@ class Setup:
     model: Transformer
     optimiser: optax.GradientTransformation
     frozen: Any
-    state: TrainState
+    params: Any
+
+    @cached_property
+    def state(self) -> TrainState:
+        """Return the training state of step 0."""
+        return initial_state(self.model, self.optimiser, self.params)
+
+    def free_state(self) -> TrainState:
+        """Free the parameters of step 0, and return its state as shapes with shardings."""
+        dtype = jax.tree.leaves(self.params)[0].dtype
+        self.params = None
+        return abstract_state(self.model, self.optimiser, dtype)
 
     def place(self, batch: Batch) -> Batch:
         """Shard a batch over the mesh; each process provides the rows of its devices."""
@@ -84,7 +96,7 @@ def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
 
 
 def set_up(config: TrainConfig, lm: LanguageModel, mesh: Mesh, steps: int) -> Setup:
-    """Split the parameters into trained and frozen ones, and create the state of step 0.
+    """Split the parameters into trained and frozen ones.
 
     The parameters are removed from `lm`, so that the memory of the initial ones is freed during training.
     """
@@ -100,8 +112,7 @@ def set_up(config: TrainConfig, lm: LanguageModel, mesh: Mesh, steps: int) -> Se
         else:
             frozen[path] = jax.device_put(leaf, places[path])
     optimiser = make_optimiser(config.optimiser, steps)
-    state = initial_state(model, optimiser, unflatten_dict(trained))
-    return Setup(lm, mesh, model, optimiser, unflatten_dict(frozen), state)
+    return Setup(lm, mesh, model, optimiser, unflatten_dict(frozen), unflatten_dict(trained))
 
 
 def trained_model(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> Transformer:

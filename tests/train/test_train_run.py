@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -134,6 +135,28 @@ def test_a_run_goes_on_with_other_devices_and_memory(tmp_path: Path, monkeypatch
     )
     run_training(moved, tmp_path / "moved", progress=False)
     np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-5)
+
+
+def test_restoring_holds_no_initial_state_and_exporting_no_optimiser(tmp_path: Path, monkeypatch: Any) -> None:
+    """Count the bytes on devices before and after a state is restored, as multiples of the parameters."""
+    config, counts = changed(small(), steps=3), []
+    interrupt(config, tmp_path / "run", 2, monkeypatch)
+    restore = Checkpoints.restore
+
+    def counting(checkpoints: Checkpoints, step: int, like: TrainState) -> Any:
+        gc.collect()
+        before = sum(leaf.nbytes for leaf in jax.live_arrays())
+        result = restore(checkpoints, step, like)
+        parameters = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like.params))
+        counts.append([(size - others) / parameters for size in (before, sum(a.nbytes for a in jax.live_arrays()))])
+        return result
+
+    monkeypatch.setattr(Checkpoints, "restore", counting)
+    gc.collect()
+    others = sum(leaf.nbytes for leaf in jax.live_arrays())
+    run_training(config, tmp_path / "run", progress=False)
+    export(tmp_path / "run", tmp_path / "exported")
+    assert np.round(counts, 2).tolist() == [[0, 3], [0, 1]], "parameters and two moments; parameters"
 
 
 def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> None:
