@@ -14,6 +14,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from aspd_jax.errors import ConfigError
+from aspd_jax.formats import ADAPTED
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.transformer import Transformer, stack_layers, unstack_layers
@@ -82,10 +84,15 @@ def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
     """Load the checkpoint of a run onto the mesh, with the position scheme and mask of the run.
 
     Raises:
-        ConfigError: the configuration does not fit the model.
+        ConfigError: the configuration does not fit the model, or adapters are to be trained on one with an adapter.
         CheckpointError: the checkpoint cannot be read.
     """
     section = config.model
+    if section.lora_rank and section.checkpoint in ADAPTED:
+        raise ConfigError(
+            f"model.checkpoint: expected a model without an adapter for model.lora_rank, got {section.checkpoint}. "
+            f"Run `aspd convert {section.checkpoint} --output DIR`, and name DIR."
+        )
     lm = load_model(
         section.checkpoint, section.dtype, mesh, section.weights, section.lora_rank, section.lora_alpha,
         draft_heads=config.draft.heads,

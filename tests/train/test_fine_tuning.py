@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import train.loop
 from aspd_jax import LanguageModel, build_layout, load_model
-from aspd_jax.errors import DataError
+from aspd_jax.errors import ConfigError, DataError
 from aspd_jax.sharding import make_mesh
 from infer import Engine, SamplingParams
 from tests.conftest import with_one_program
@@ -182,6 +182,13 @@ def setup_batches(config: TrainConfig, setup: Setup, folder: Path) -> tuple[list
     batch = next(data.batches)
     sums = evaluation_sums(setup.state.params, setup.frozen, setup.place(batch), setup.model)
     return [batch], float(sums.mean())
+
+
+def test_no_adapter_is_trained_on_a_checkpoint_that_has_one(fine_tuning: TrainConfig) -> None:
+    adapted = changed(fine_tuning, model__checkpoint="smollm2-aspd", model__lora_rank=4)
+    with pytest.raises(ConfigError, match="got smollm2-aspd. Run `aspd convert smollm2-aspd --output DIR`, and name"):
+        load(adapted, make_mesh({}))
+    assert load(changed(fine_tuning, model__lora_rank=4), make_mesh({})).config.lora_rank, "negative control"
 
 
 def test_fresh_adapters_change_nothing_and_int8_little(fine_tuning: TrainConfig) -> None:
