@@ -186,7 +186,7 @@ def setup_batches(config: TrainConfig, setup: Setup, folder: Path) -> tuple[list
 
 def test_no_adapter_is_trained_on_a_checkpoint_that_has_one(fine_tuning: TrainConfig) -> None:
     adapted = changed(fine_tuning, model__checkpoint="smollm2-aspd", model__lora_rank=4)
-    with pytest.raises(ConfigError, match="got smollm2-aspd. Run `aspd convert smollm2-aspd --output DIR`, and name"):
+    with pytest.raises(ConfigError, match=r"got smollm2-aspd. Run `aspd convert smollm2-aspd --output DIR`, and name"):
         load(adapted, make_mesh({}))
     assert load(changed(fine_tuning, model__lora_rank=4), make_mesh({})).config.lora_rank, "negative control"
 

@@ -273,7 +273,9 @@ def test_records_that_teach_nothing_good_are_in_neither_set(tmp_path: Path) -> N
     assert report.left_out["serial"] == 60 - len(some & prose) and report.left_out["record"] == 1
     assert kept("again", max_repetition=0.3, serial_ratio=5.0)[0] == some
     rejected = {row["id"]: row["reason"] for row in lines(tmp_path / "ratio" / "rejected.jsonl")}
-    assert "of its words repeat" in rejected["circles"] and 'finish_reason" is "length' in rejected["cut"]
+    assert (
+        "of its words repeat" in rejected["circles"] and "finish_reason: expected a complete answer" in rejected["cut"]
+    )
     assert "asks for 4, and its blocks have 3" in lines(tmp_path / "asked" / "rejected.jsonl")[0]["reason"]
 
 
