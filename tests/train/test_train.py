@@ -110,6 +110,12 @@ def test_shipped_configs_load(file: Path) -> None:
         ("steps: [", [], "config.yaml: "),
         ("- 1", [], "expected `key: value` lines, got list"),
         ("", ["steps"], "expected key=value, got 'steps'"),
+        (
+            "data: {train: [a]}",
+            ["data.train.0=b"],
+            r"'data.train.0=b': train: expected `key: value` lines, got \['a'\]",
+        ),
+        ("steps: 1", ["steps.x.y=2"], "'steps.x.y=2': steps: expected `key: value` lines, got 1"),
     ],
 )
 def test_config_errors_name_file_and_field(text: str, overrides: list[str], message: str, tmp_path: Path) -> None:
