@@ -29,7 +29,8 @@ def with_leads(answer: str, block: BlockSpan) -> BlockSpan:
     A lead that would end within code, a formula or an element (`aspd_jax.blocks.regions`) ends behind it.
 
     Raises:
-        StructureError: a lead is no longer than the white space and the marker of its part.
+        StructureError: a lead is no longer than the white space and the marker of its part, or would end in another
+            part.
     """
     starts = [len(answer[: branch.start].rstrip()) for branch in block.branches]
     ends = [*starts[1:], len(answer[: block.end].rstrip())]
@@ -39,6 +40,8 @@ def with_leads(answer: str, block: BlockSpan) -> BlockSpan:
     for branch, start, end in zip(block.branches, starts, ends, strict=True):
         place = start + lead_length(answer[start:end], branch.title)
         lead = max((last for first, last in whole if first < place < last), default=place) - start
+        if lead > end - start:
+            raise StructureError(f"the lead of the part {answer[start:end].strip()[:40]!r} ends in another part")
         branches.append(replace(branch, start=start, end=end, lead=lead))
     return BlockSpan(tuple(branches))
 
