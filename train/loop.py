@@ -140,7 +140,7 @@ def _run(
     update = train_step(setup.model, setup.optimiser, config.optimiser.accumulate)
     writer = MetricsWriter(output, first) if jax.process_index() == 0 else None
     flops = model_flops(setup.lm.config, join(state.params, setup.frozen), config.data.length)
-    peak = peak_flops()
+    peak = peak_flops(setup.mesh)
     bar = Bar(range(first, data.steps), initial=first, total=data.steps, disable=not progress, unit="step")
     since, tokens, skipped = time.monotonic(), 0, float(state.skipped)
     for done in bar:
