@@ -174,8 +174,6 @@ class Records:
         self._total = self._used = 0
         tables, places = [], []
         for file in files:
-            if not Path(file).is_file():
-                raise DataError(f"{file}: expected a JSONL file, got none")
             table = _tokenised(lm, Path(file), data, cache)
             sizes, lines = np.asarray(table["size"], int), np.asarray(table["line"], int)
             fits = (sizes > 0) & (sizes <= data.length)
@@ -223,11 +221,15 @@ def _where(problem: Problem) -> str:
 
 def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) -> datasets.Dataset:
     """Return the rows of a file: examples, and rows of size 0 with kind and reason for what is left out."""
-    with file.open("rb") as content:
-        key = hashlib.file_digest(content, "sha256")
+    try:
+        with file.open("rb") as content:
+            key = hashlib.file_digest(content, "sha256")
+    except OSError as error:
+        raise DataError(f"{file}: expected a file of records, got: {error.strerror}") from None
     data_settings = (data.structured, data.plain_every)
     model_settings = (lm.end_ids, lm.tokenizer.chat_template, lm.config.titles, lm.config.unused_tokens)
-    key.update(repr((VERSION, file.suffix, *data_settings, *model_settings)).encode())
+    names = lm.tokenizer.special_tokens_map  # templates write some of them
+    key.update(repr((VERSION, file.suffix, *data_settings, *model_settings, names)).encode())
     key.update(lm.tokenizer.backend_tokenizer.to_str().encode())
     cached = cache / f"{file.stem}-{key.hexdigest()[:20]}.arrow"
     if not cached.exists():
