@@ -206,6 +206,7 @@ def load_model(
         config = replace(config, unused_tokens=_unused_tokens(config, tokenizer, without_row, ends))
         config = replace(config, new_tokens=special.ids if lora_rank else ())
     config = config if mesh is None else padded(config)
+    settings = checkpoint.hf_config.get("aspd") or {}
     adapter = adapter or checkpoint.adapter
     if adapter is not None:
         if adapters:
@@ -216,7 +217,7 @@ def load_model(
         opened.check_tokens(min(old_length, stored), special.ids if special else ())
         if config.tied and HEAD in {*opened.factors, *opened.rows}:
             raise CheckpointError(f"{adapter}: expected no {HEAD}, which is the embedding in {path}, got one")
-        config = replace(config, **opened.settings)
+        config, settings = replace(config, **opened.settings), {**settings, **opened.settings}
         tensors = opened.applied(tensors, checkpoint.source)
         if opened.tokens and opened.tokens[-1] >= old_length:  # the adapter has the rows of the special tokens
             new_rows, stored = {}, max(stored, opened.tokens[-1] + 1)
@@ -240,7 +241,7 @@ def load_model(
         context_length=context_length(checkpoint.hf),
         mesh=mesh,
         generation=checkpoint.generation,
-        tagged=adapter is not None or "positions" in (checkpoint.hf_config.get("aspd") or {}),
+        tagged="positions" in settings,
     )
 
 
@@ -334,7 +335,7 @@ def save_adapter(lm: LanguageModel, path: str | os.PathLike[str], base: str) -> 
     """
     factors, rows = adapter_tensors(lm.config, lm.params)
     alpha, rank = lm.config.lora_alpha, lm.config.lora_rank
-    settings = _settings(lm)
+    settings = _settings(lm) if lm.tagged else {}
     of_layers = {name: Factors(down, up, alpha / rank) for name, (down, up) in factors.items()}
     of_tokens = {name: Rows(lm.config.new_tokens, values) for name, values in rows.items()}
     adapter = Adapter(str(path), of_layers, of_tokens, settings)

@@ -71,7 +71,7 @@ class Setup:
         params = jax.tree.map(_to_host, join(state.params, self.frozen))
         if self.model.scan:
             params = unstack_layers(params, self.lm.config.layers)
-        return replace(self.lm, params=params, tagged=True)
+        return replace(self.lm, params=params)
 
 
 def _to_host(leaf: jax.Array) -> np.ndarray:
@@ -99,7 +99,8 @@ def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
     )  # fmt: skip
     for_conversations(lm, section.checkpoint, config.data.chat_template)
     shape = as_configured(lm.config, config)
-    return replace(lm, config=shape, model=Transformer(shape))
+    tagged = lm.tagged or (config.data.structured and not config.draft.heads)
+    return replace(lm, config=shape, model=Transformer(shape), tagged=tagged)
 
 
 def set_up(config: TrainConfig, lm: LanguageModel, mesh: Mesh, steps: int) -> Setup:
@@ -140,13 +141,17 @@ def initial_state(model: Transformer, optimiser: optax.GradientTransformation, p
 
 
 def as_configured(shape: ModelConfig, config: TrainConfig) -> ModelConfig:
-    """Return a shape with the positions, mask, weights and LoRA settings of a configuration."""
+    """Return a shape with the weights and LoRA settings of a configuration, and the positions, mask and titles.
+
+    A model with draft heads keeps its own positions, mask and titles, because only the heads are trained.
+    """
     section = config.model
+    source = shape if config.draft.heads else section
     return replace(
         shape,
-        positions=section.positions,
-        siblings=section.siblings,
-        titles=section.titles,
+        positions=source.positions,
+        siblings=source.siblings,
+        titles=source.titles,
         weights=section.weights,
         lora_rank=section.lora_rank,
         lora_alpha=section.lora_alpha,
