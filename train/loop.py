@@ -166,13 +166,15 @@ def _run(
                 writer.write(step, values)
             since, tokens = time.monotonic(), 0
         if step % config.save_every == 0 or last:
-            loss = None
+            jax.block_until_ready(state)
+            paused, loss = time.monotonic(), None
             if data.held_out:
                 held_out = evaluate(setup, state, data.held_out)
                 loss = held_out["held_out_loss"]
                 if writer:
                     writer.write(step, held_out)
             checkpoints.save(step, state, batches.state, loss)
+            since += time.monotonic() - paused
     if writer:
         writer.close()
     return state

@@ -159,6 +159,20 @@ def test_restoring_holds_no_initial_state_and_exporting_no_optimiser(tmp_path: P
     assert np.round(counts, 2).tolist() == [[0, 3], [0, 1]], "parameters and two moments; parameters"
 
 
+def test_the_rate_of_tokens_excludes_saving(tmp_path: Path, monkeypatch: Any) -> None:
+    save, seconds = Checkpoints.save, 3.0
+
+    def slowly(checkpoints: Checkpoints, step: int, *values: Any) -> None:
+        time.sleep(seconds if step == 2 else 0)
+        save(checkpoints, step, *values)
+
+    monkeypatch.setattr(Checkpoints, "save", slowly)
+    config = changed(small(), log_every=1, save_every=2, steps=3)
+    run_training(config, tmp_path, progress=False)
+    rates = [json.loads(line)["tokens_per_second"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rates[2] > config.data.rows * config.data.length / seconds
+
+
 def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> None:
     state = TrainState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), {"a": jnp.ones(2)}, {"b": jnp.ones(2)})
     with Checkpoints(tmp_path / "both", keep=1, best=True) as checkpoints:
@@ -258,6 +272,15 @@ def test_several_processes_need_a_mesh_of_all_devices(tmp_path: Path, monkeypatc
     with pytest.raises(ConfigError, match=f"expected the {jax.device_count()} devices of all processes, got 1. Set"):
         run_training(small(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.further
+def test_a_process_without_a_cluster_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(small().as_dict()))))
+    command = [sys.executable, "-m", "aspd", "train", str(tmp_path / "config.yaml"), "--distributed"]
+    done = subprocess.run([*command, "--output", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "--distributed: expected a process of SLURM, GKE or Cloud TPU, got: " in done.stderr
 
 
 @pytest.mark.further

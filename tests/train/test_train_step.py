@@ -18,8 +18,8 @@ from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import abstract_parameters
 from tests.aot.abstract import placed
 from tests.helpers.training import changed, first_batch, prepared, small, wide
-from train.config import TrainConfig
-from train.step import rounded, train_step
+from train.config import OptimiserSection, TrainConfig
+from train.step import make_optimiser, rounded, train_step
 
 
 def stepped(config: TrainConfig) -> tuple[Any, Any]:
@@ -53,6 +53,14 @@ def test_the_same_step_in_another_way(change: dict[str, Any]) -> None:
     assert float(other["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
     assert float(other["gradient_norm"]) == pytest.approx(float(metrics["gradient_norm"]), rel=1e-4)
     assert jax.tree.structure(params) == jax.tree.structure(after)
+
+
+@pytest.mark.parametrize(("warmup", "rate"), [(0.0, 3e-3), (0.5, 0.0)])
+def test_without_warm_up_the_first_step_has_the_peak_rate(warmup: float, rate: float) -> None:
+    params = {"kernel": jnp.ones(2)}
+    optimiser = make_optimiser(OptimiserSection(warmup=warmup, weight_decay=0.0), 4)
+    updates: Any = optimiser.update(params, optimiser.init(params), params)[0]
+    np.testing.assert_allclose(updates["kernel"], -rate, rtol=1e-5)
 
 
 def test_gradients_of_an_accumulated_step_are_those_of_the_whole(monkeypatch: Any) -> None:
