@@ -10,17 +10,16 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from aspd_jax.blocks.markers import BOLD, SPACELESS, marker_of
+from aspd_jax.blocks.markers import BOLD, marker_of
 from aspd_jax.blocks.regions import regions_of
 from aspd_jax.blocks.spans import BlockSpan
+from aspd_jax.blocks.titles import FIRST_WORDS, WORD
 from aspd_jax.errors import StructureError
 
 FAR = 8  # maximum characters of emphasis and blanks between a marker and its title
 MAX_BOLD = 120  # maximum characters of a bold lead
-WORDS = 5  # words of a lead without a title
 # What may follow the words of a lead: emphasis, punctuation, emphasis, a dash.
 _CLOSING = re.compile(r"[*_`\"”’」)\]]*[:：.!?。！？]?[*_`\"”’」)\]]*(?:[ \t]*[-–—](?=\s))?")
-_WORD = re.compile(rf"[{SPACELESS}]|[^\s{SPACELESS}]+")
 
 
 def with_leads(answer: str, block: BlockSpan) -> BlockSpan:
@@ -66,7 +65,7 @@ def lead_length(part: str, title: str) -> int:
     elif found >= 0:
         end = found + len(title)
     else:
-        words = list(_WORD.finditer(part, behind))[:WORDS]
+        words = list(WORD.finditer(part, behind))[:FIRST_WORDS]
         if not words:
             raise StructureError(f"the part {part[:40]!r} has no words for a lead")
         end = words[-1].end()
