@@ -292,3 +292,9 @@ def test_lists_with_a_defect_take_no_place_of_serial_answers(tmp_path: Path) -> 
         report.left_out["record"],
         report.left_out["serial"],
     ) == (40, 0)
+    two = {"id": 1, "question": "?", "answer": f"{LIST}\n\nThe others are these.\n\n{unequal}"}
+    source.write_text(json.dumps(two) + "\n")
+    build(config, str(source), tmp_path / "two", progress=False)
+    (row,) = lines(tmp_path / "two" / "structured.jsonl")
+    assert [part["type"] for part in row["messages"][1]["structure"]] == ["serial", "parallel", "serial"]
+    assert unequal in row["messages"][1]["structure"][2]["text"], "the list with a defect is serial text"
