@@ -18,7 +18,7 @@ from aspd_jax.errors import ConfigError
 from aspd_jax.formats import ADAPTED
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
 from aspd_jax.model.config import ModelConfig
-from aspd_jax.model.transformer import Transformer, stack_layers, unstack_layers
+from aspd_jax.model.transformer import LAYERS, Transformer, stack_layers, unstack_layers
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import named_sharding, shardings
 from train.batches import Batch
@@ -68,15 +68,19 @@ class Setup:
 
     def language_model(self, state: TrainState) -> LanguageModel:
         """Return the language model of a state, on the host and with unstacked layers."""
-        params = jax.tree.map(_to_host, join(state.params, self.frozen))
+        leaves = flatten_dict(join(state.params, self.frozen)).items()
+        params = unflatten_dict({path: _to_host(leaf, path[0] == LAYERS) for path, leaf in leaves})
         if self.model.scan:
             params = unstack_layers(params, self.lm.config.layers)
         return replace(self.lm, params=params)
 
 
-def _to_host(leaf: jax.Array) -> np.ndarray:
+def _to_host(leaf: jax.Array, stacked: bool) -> np.ndarray:
+    """Return an array on the host; devices hold one layer at a time of a stacked one that processes share."""
     if leaf.is_fully_addressable:
         return np.asarray(leaf)
+    if stacked:
+        return np.stack([_to_host(leaf[layer], False) for layer in range(len(leaf))])
     return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
 
 

@@ -287,6 +287,7 @@ def test_a_process_without_a_cluster_says_so(tmp_path: Path) -> None:
 def test_two_processes_train_together(tmp_path: Path) -> None:
     config = changed(wide(), steps=2, save_every=2, mesh__data=2, mesh__fsdp=2)
     run_training(changed(config, mesh__data=1, mesh__fsdp=1), tmp_path / "one", progress=False)
+    config = changed(config, model__scan=True)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(config.as_dict()))))
     port = 20000 + os.getpid() % 20000
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}

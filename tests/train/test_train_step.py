@@ -63,6 +63,24 @@ def test_without_warm_up_the_first_step_has_the_peak_rate(warmup: float, rate: f
     np.testing.assert_allclose(updates["kernel"], -rate, rtol=1e-5)
 
 
+def test_stacked_layers_are_gathered_one_by_one(monkeypatch: Any) -> None:
+    """Check what is gathered onto every device when several processes share the parameters."""
+
+    class Shared(np.ndarray):
+        is_fully_addressable = False
+
+    gathered: list[Any] = []
+    monkeypatch.setattr(
+        "train.setup.multihost_utils.process_allgather", lambda leaf, tiled: gathered.append(leaf.shape) or leaf
+    )
+    setup = prepared(changed(wide(), model__scan=True))
+    params = jax.tree.map(lambda leaf: np.asarray(leaf).view(Shared), setup.state.params)
+    trained = setup.language_model(setup.state._replace(params=params))
+    jax.tree.map(np.testing.assert_array_equal, trained.params, setup.language_model(setup.state).params)
+    stacked = {leaf.shape for leaf in jax.tree.leaves(params["layers"])}
+    assert gathered and not stacked & set(gathered) and {shape[1:] for shape in stacked} <= set(gathered)
+
+
 def test_gradients_of_an_accumulated_step_are_those_of_the_whole(monkeypatch: Any) -> None:
     """Check the gradients by plain gradient descent, in which an update is the gradient."""
     monkeypatch.setattr("train.setup.make_optimiser", lambda config, steps: SGD)
