@@ -148,7 +148,7 @@ def join_processes(options: argparse.Namespace) -> None:
     """Connect to the other processes. JAX requires this before its first computation.
 
     Raises:
-        RequestError: options are missing or do not agree.
+        RequestError: options are missing or do not agree, or no cluster has started the process.
     """
     import jax
 
@@ -164,7 +164,13 @@ def join_processes(options: argparse.Namespace) -> None:
     if options.coordinator:
         jax.distributed.initialize(*together)
     elif options.distributed:
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:
+            raise RequestError(
+                f"--distributed: expected a process of SLURM, GKE or Cloud TPU, got: {error} "
+                "Set --coordinator, --processes and --process."
+            ) from None
 
 
 def absolute(name: str) -> str:

@@ -35,6 +35,8 @@ def run_train(options: argparse.Namespace) -> None:
     join_processes(options)
     from train.loop import result_name, train
 
+    result = options.output / result_name(config)
+    complete = result.exists()
     train(config, options.output)
     if jax.process_index() == 0:
-        print(f"{result_name(config)} written to {options.output / result_name(config)}")
+        print(f"{result} exists already: the run is complete" if complete else f"{result.name} written to {result}")

@@ -87,7 +87,7 @@ def change(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Apply `section.key=value` overrides to the values of a configuration, in place.
 
     Raises:
-        ConfigError: a string is not an override.
+        ConfigError: a string is not an override, or its key is inside a value.
     """
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -100,9 +100,10 @@ def change(values: dict[str, Any], overrides: Sequence[str]) -> None:
         *sections, name = key.split(".")
         inside: Any = values
         for section in sections:
-            inside = inside.setdefault(section, {}) if isinstance(inside, dict) else None
-        if isinstance(inside, dict):
-            inside[name] = value
+            inside = inside.setdefault(section, {})
+            if not isinstance(inside, dict):
+                raise ConfigError(f"{override!r}: {section}: expected `key: value` lines, got {inside!r}")
+        inside[name] = value
 
 
 def config_from_dict(kind: type[Config], values: dict[str, Any], where: str) -> Config:

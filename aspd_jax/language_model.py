@@ -202,6 +202,7 @@ def load_model(
         config = replace(config, unused_tokens=_unused_tokens(config, tokenizer, without_row, ends))
         config = replace(config, new_tokens=special.ids if lora_rank else ())
     config = config if mesh is None else padded(config)
+    settings = checkpoint.hf_config.get("aspd") or {}
     adapter = adapter or checkpoint.adapter
     if adapter is not None:
         if adapters:
@@ -212,7 +213,7 @@ def load_model(
         opened.check_tokens(known, special.ids if special else ())
         if config.tied and HEAD in {*opened.factors, *opened.rows}:
             raise CheckpointError(f"{adapter}: expected no {HEAD}, which is the embedding in {path}, got one")
-        config = replace(config, **opened.settings)
+        config, settings = replace(config, **opened.settings), {**settings, **opened.settings}
         tensors = opened.applied(tensors, checkpoint.source)
         if opened.tokens and opened.tokens[-1] >= known:  # the adapter has the rows of the special tokens
             new_rows, stored = {}, max(stored, opened.tokens[-1] + 1)
@@ -234,7 +235,7 @@ def load_model(
         context_length=context_length(checkpoint.hf),
         mesh=mesh,
         generation=checkpoint.generation,
-        tagged=adapter is not None or "positions" in (checkpoint.hf_config.get("aspd") or {}),
+        tagged="positions" in settings,
     )
 
 
@@ -331,7 +332,8 @@ def save_adapter(lm: LanguageModel, path: str | os.PathLike[str], base: str) -> 
     Raises:
         CheckpointError: `path` exists already.
     """
-    adapter = replace(trained_adapter(lm.config, lm.params, str(path)), settings=_settings(lm))
+    settings = _settings(lm) if lm.tagged else {}
+    adapter = replace(trained_adapter(lm.config, lm.params, str(path)), settings=settings)
     write_adapter(adapter, path, base, lm.config.lora_alpha, jnp.bfloat16, lm.tokenizer)
 
 

@@ -61,8 +61,8 @@ NEUTRAL = frozenset(
         "incorrect_answers",
     ]
 )  # fmt: skip
-_NEUTRAL_ENDINGS = re.compile(
-    r"\w+_(?:id|ids|idx|index|hash|url|date|time|timestamp|score|scores|rating|rank|count|length|len|words|chars|"
+_NEUTRAL_ENDINGS = re.compile(  # but not of what a conversation of texts lacks
+    r"(?!(?:\w*_)?(?:image|audio|video|picture|photo)s?_)\w+_(?:id|ids|idx|index|hash|url|date|time|timestamp|score|scores|rating|rank|count|length|len|words|chars|"
     r"tokens|source|model|lang|language|category|type|version|name|info|metadata|split|seed)"
     r"|__index_level_\d+__|Unnamed: \d+|"  # columns that pandas adds; the last one has no name
 )
@@ -82,7 +82,7 @@ def is_neutral(key: str) -> bool:
 
 
 def check_learned(fields: Mapping[str, Any], where: str) -> None:
-    """Check that no field excludes an answer from the loss.
+    """Check that no field excludes an answer from the loss, or says that it was truncated.
 
     Args:
         fields: fields of a record or of an answer.
@@ -91,6 +91,8 @@ def check_learned(fields: Mapping[str, Any], where: str) -> None:
     Raises:
         DataError: a field excludes it.
     """
+    if fields.get("finish_reason") == "length":
+        raise DataError(f'{where}finish_reason: expected a complete answer, got "length"')
     for keys, learned in ((LEARNED, True), (NOT_LEARNED, False)):
         for key in keys:
             if not is_empty(value := fields.get(key)) and not _says(value, learned):

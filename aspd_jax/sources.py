@@ -218,8 +218,6 @@ def conversation(row: Any, number: int) -> Conversation | Unreadable:
             raise DataError("expected an answer, got none")
         if not any(message.role == "user" for message in kept):
             raise DataError("expected a question before the answer, got none")
-        if row.get("finish_reason") == "length":
-            raise DataError('its answer was cut off: "finish_reason" is "length"')
         check_learned(row, "")
         check_record(row, read, [message.content for message in messages])
     except AspdError as error:
@@ -235,16 +233,19 @@ def _with_structure(messages: list[Message], value: Any) -> list[Message]:
     """Add a structure that is stored beside a conversation: as its last answer, or as the structure of the last answer.
 
     `aspd generate` writes both forms.
+
+    Raises:
+        DataError: the structure cannot be read, or is of another text than the last answer.
     """
     if value is None or not messages:
         return messages
     *others, last = messages
+    structure = from_json(value)
     if last.role != "assistant":
-        structure = from_json(value)
         return [*messages, Message("assistant", plain_text(structure), structure)]
-    if last.structure is None and plain_text(structure := from_json(value)) == last.content:
-        return [*others, last._replace(structure=structure)]
-    return messages
+    if plain_text(structure) != last.content or last.structure not in (None, structure):
+        raise DataError('"structure": expected the text of the last answer, got another')
+    return [*others, last._replace(structure=structure)]
 
 
 def _messages(row: Mapping[str, Any], read: set[str]) -> list[Message]:
@@ -323,13 +324,16 @@ def _are_choices(value: Any) -> bool:
 def _answer(row: Mapping[str, Any], read: set[str], before: Sequence[Message]) -> list[Message]:
     """Return the answer of a record whose messages do not end with one, as text or as messages.
 
-    Messages that repeat those before them are left out. No answer is returned if the record may have a structure.
+    Messages that repeat the last ones before them are left out. No answer is returned if the record may have a
+    structure.
     """
     turns = next((key for key in ANSWERS if isinstance(row.get(key), (list, tuple)) and row[key]), None)
     if turns is not None:
         read.add(turns)
         messages = parse_messages(row[turns], turns)
-        return messages[len(before) :] if messages[: len(before)] == list(before) else messages
+        lengths = range(min(len(before), len(messages)), -1, -1)
+        repeated = next(n for n in lengths if list(before[len(before) - n :]) == messages[:n])
+        return messages[repeated:]
     if (key := _first(row, ANSWERS, read)) is not None:
         others = [other for other in ANSWERS if other != "text" and row.get(other) is not None]
         if key != "text" or not (others or (before and all(message.content in row["text"] for message in before))):
@@ -366,12 +370,15 @@ def _message(turn: Any, where: str) -> Message:
     if role is None:
         raise DataError(f"{where}.role: expected one of {', '.join(sorted(ROLES))}, got {shown(name)}")
     check_message(turn, TURN, where)
+    content = turn.get("content", turn.get("value"))
     if role == "assistant":
         check_learned(turn, f"{where}.")
     if role == "assistant" and turn.get("structure") is not None:
         structure = from_json(turn["structure"])
+        if content and text_content(content, where) != plain_text(structure):
+            raise DataError(f"{where}.structure: expected the text of its content, got another")
         return Message(role, plain_text(structure), structure)
-    return Message(role, text_content(turn.get("content", turn.get("value")), where))
+    return Message(role, text_content(content, where))
 
 
 def text_content(content: Any, where: str) -> str:

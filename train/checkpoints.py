@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
@@ -91,18 +90,18 @@ class Checkpoints:
             data: position of the data stream.
             loss: held-out loss; None: not measured.
         """
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data))
+        args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data))
         with self._writing():
             self._manager.save(step, args=args, metrics=None if loss is None else {METRIC: loss})
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """Return the state of a step with the shardings of `like`, on any mesh, and the position of the data."""
+        """Return the state of a step and the position of the data.
 
-        def abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-        args = ocp.args.Composite(
-            state=ocp.args.StandardRestore(jax.tree.map(abstract, like)), data=ocp.args.JsonRestore()
-        )
+        Args:
+            step: step of the checkpoint.
+            like: state as shapes with shardings, of any mesh; leaves `ocp.PLACEHOLDER` are not read.
+        """
+        restored_state = ocp.args.PyTreeRestore(like, restore_args=ocp.checkpoint_utils.construct_restore_args(like))
+        args = ocp.args.Composite(state=restored_state, data=ocp.args.JsonRestore())
         restored = self._manager.restore(step, args=args)
         return restored["state"], restored["data"]

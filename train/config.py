@@ -64,8 +64,9 @@ class ModelSection:
         check_choice("model.attention", self.attention, FULL_PASS_BACK_ENDS)
         for name in ("vocab_size", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "feed_forward"):
             at_least(f"model.{name}", getattr(self, name), 1)
-        for name in ("lora_rank", "lora_alpha"):
-            at_least(f"model.{name}", getattr(self, name), 0)
+        at_least("model.lora_rank", self.lora_rank, 0)
+        if not self.lora_alpha > 0:
+            raise ConfigError(f"model.lora_alpha: expected a number above 0, got {self.lora_alpha}")
         if self.head_dim % 2:
             raise ConfigError(f"model.head_dim: expected an even number, got {self.head_dim}")
         for name in ("dtype", "parameters"):
@@ -82,8 +83,8 @@ class DataSection:
     """Training data.
 
     Attributes:
-        train: JSONL files of conversations (docs/training.md).
-        held_out: JSONL files for the held-out loss.
+        train: local files of conversations (docs/training.md).
+        held_out: local files for the held-out loss.
         cache: folder of tokenised records, which other runs can share; empty: in the folder of the run.
         strict: whether a record that cannot be used is an error; otherwise it is reported.
         chat_template: Jinja file, for a tokenizer without a chat template.
@@ -117,7 +118,7 @@ class OptimiserSection:
 
     Attributes:
         learning_rate: peak learning rate.
-        warmup: share of all steps with a linear warm-up.
+        warmup: share of all steps with a linear warm-up; 0: the first step has the peak rate.
         final: final learning rate of the cosine decay as a share of the peak.
         weight_decay: weight decay; norms, biases and scales have none.
         beta1, beta2: decay rates of the moments.
@@ -189,10 +190,10 @@ class TrainConfig:
         model, data, optimiser, draft, mesh: sections of the configuration.
         steps: total number of steps; 0: determined by `epochs`.
         epochs: epochs over the records if `steps` is 0; one of both must be positive.
-        seed: seed of the weights and of the data order.
+        seed: seed of the data order.
         save_every: steps between checkpoints.
         keep: number of latest checkpoints to keep; with held-out data the best one is kept too.
-        evaluate_batches: held-out batches to evaluate before each checkpoint; 0: none.
+        evaluate_batches: held-out batches to evaluate before each checkpoint; 0: none, without data.held_out.
         log_every: steps between lines of metrics.
     """
 
@@ -220,10 +221,13 @@ class TrainConfig:
                 f"data.rows: expected a multiple of mesh.data x mesh.fsdp x optimiser.accumulate ({split}), "
                 f"got {self.data.rows}"
             )
-        if both := sorted(set(self.data.train) & set(self.data.held_out)):
+        trained = {Path(file).resolve() for file in self.data.train}
+        if both := [file for file in self.data.held_out if Path(file).resolve() in trained]:
             raise ConfigError(f"data.held_out: expected other files than data.train, got {both[0]!r} in both")
         if self.evaluate_batches and not self.data.held_out:
             raise ConfigError("evaluate_batches: expected data.held_out, got none")
+        if self.data.held_out and not self.evaluate_batches:
+            raise ConfigError("evaluate_batches: expected at least 1 for data.held_out, got 0")
         if self.draft.heads and self.model.lora_rank:
             raise ConfigError(
                 "draft.heads: expected model.lora_rank: 0, because the model is not trained, "

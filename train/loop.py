@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from aspd_jax.configuration import config_from_dict
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_whole, writing
-from aspd_jax.formats import draft_file
+from aspd_jax.formats import draft_file, find_model
+from aspd_jax.formats.side_files import read_object
 from aspd_jax.language_model import LanguageModel, save_adapter, save_draft_heads, save_model
 from aspd_jax.progress import Bar
 from aspd_jax.sharding import make_mesh
@@ -27,23 +30,28 @@ from train.setup import Setup, load, set_up
 from train.step import TrainState, evaluation_sums, join, part_losses, train_step
 
 # Settings that may change when a run is resumed, because they do not change what it computes.
-MAY_CHANGE = ("mesh", "save_every", "keep", "log_every")
+MAY_CHANGE = (
+    *("mesh.data", "mesh.fsdp", "mesh.tensor", "optimiser.accumulate", "model.remat"),
+    *("data.cache", "save_every", "keep", "log_every"),
+)
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # samples of a file that tell whether a checkpoint has changed
 
 
 class Data(NamedTuple):
-    """Data of a run: training batches, held-out batches and the total number of steps."""
+    """Data of a run: training batches, held-out batches, total number of steps, names of the tokenised files by key."""
 
     batches: RecordBatches
     held_out: list[Batch]
     steps: int
+    files: dict[str, list[str]]
 
 
 def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageModel:
     """Train a model and return it.
 
     `output` then holds model/ (Hugging Face layout) or, with LoRA, adapter/ (PEFT's layout), or the file of the draft
-    heads; and metrics.jsonl, config.json and checkpoints/. Starting a run again with the same configuration resumes
-    from its last checkpoint, on any mesh.
+    heads; and metrics.jsonl, config.json, inputs.json and checkpoints/. Starting a run again with the same
+    configuration and input files resumes from its last checkpoint, on any mesh.
 
     Args:
         config: configuration.
@@ -51,7 +59,8 @@ def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageM
         progress: whether to print a summary of the data and a progress bar.
 
     Raises:
-        ConfigError: `output` holds a run with another configuration, or the configuration is invalid.
+        ConfigError: `output` holds a run with another configuration or other input files, or the configuration is
+            invalid.
         DataError: the data cannot be read.
         CheckpointError: the checkpoint to start from cannot be read.
     """
@@ -64,15 +73,20 @@ def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageM
         )
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
+    result = output / result_name(config)
+    started = result.exists() or any(step.name.isdigit() for step in (output / "checkpoints").glob("*"))
     if first_process:
-        _claim(output, config)
+        _claim(output / "config.json", started, "values", json.loads(json.dumps(config.as_dict())))
     lm = load(config, mesh)
     data = read_data(config, lm, output, progress and first_process)
+    if first_process:
+        inputs = {"model.checkpoint": _digest(config.model.checkpoint), **data.files}
+        _claim(output / "inputs.json", started, "contents", inputs)
     setup = set_up(config, lm, mesh, data.steps)
     with Checkpoints(output / "checkpoints", config.keep, best=bool(data.held_out)) as checkpoints:
         state = _run(config, setup, data, checkpoints, output, progress and first_process)
     trained = setup.language_model(state)
-    if first_process and not (result := output / result_name(config)).exists():
+    if first_process and not result.exists():
         if config.draft.heads:
             save_draft_heads(trained, result)
         elif config.model.lora_rank:
@@ -111,20 +125,22 @@ def read_data(config: TrainConfig, lm: LanguageModel, output: Path, progress: bo
         RecordBatches(records, special, config, config.epochs if not config.steps else None),
         record_held_out(held_out_records, special, config) if held_out_records else [],
         config.steps or record_steps(records, config),
+        {"data.train": records.files, "data.held_out": held_out_records.files if held_out_records else []},
     )
 
 
 def _run(
     config: TrainConfig, setup: Setup, data: Data, checkpoints: Checkpoints, output: Path, progress: bool
 ) -> TrainState:
-    state, batches = setup.state, data.batches
-    first = checkpoints.latest
+    batches, first = data.batches, checkpoints.latest
     if first:
-        state, batches.state = checkpoints.restore(first, state)
+        state, batches.state = checkpoints.restore(first, setup.free_state())
+    else:
+        state = setup.state
     update = train_step(setup.model, setup.optimiser, config.optimiser.accumulate)
     writer = MetricsWriter(output, first) if jax.process_index() == 0 else None
     flops = model_flops(setup.lm.config, join(state.params, setup.frozen), config.data.length)
-    peak = peak_flops()
+    peak = peak_flops(setup.mesh)
     bar = Bar(range(first, data.steps), initial=first, total=data.steps, disable=not progress, unit="step")
     since, tokens, skipped = time.monotonic(), 0, float(state.skipped)
     for done in bar:
@@ -150,13 +166,15 @@ def _run(
                 writer.write(step, values)
             since, tokens = time.monotonic(), 0
         if step % config.save_every == 0 or last:
-            loss = None
+            jax.block_until_ready(state)
+            paused, loss = time.monotonic(), None
             if data.held_out:
                 held_out = evaluate(setup, state, data.held_out)
                 loss = held_out["held_out_loss"]
                 if writer:
                     writer.write(step, held_out)
             checkpoints.save(step, state, batches.state, loss)
+            since += time.monotonic() - paused
     if writer:
         writer.close()
     return state
@@ -185,7 +203,7 @@ def export(run: Path, output: Path, step: int | None = None, dtype: str | None =
     file = run / "config.json"
     if not file.exists():
         raise CheckpointError(f"{run}: expected a training run with config.json, got none")
-    config = config_from_dict(TrainConfig, json.loads(file.read_text()), str(file))
+    config = config_from_dict(TrainConfig, read_object(file), str(file))
     mesh = make_mesh({})
     lm = load(config, mesh)
     setup = set_up(config, lm, mesh, 1)
@@ -194,25 +212,50 @@ def export(run: Path, output: Path, step: int | None = None, dtype: str | None =
         if chosen not in checkpoints.steps:
             steps = ", ".join(map(str, checkpoints.steps)) or "none"
             raise CheckpointError(f"{run}: expected a checkpoint of step {steps}, got {chosen}")
-        state, _ = checkpoints.restore(chosen, setup.state)
+        like = setup.free_state()
+        like = like._replace(optimiser=jax.tree.map(lambda _: ocp.PLACEHOLDER, like.optimiser))
+        state, _ = checkpoints.restore(chosen, like)
     save_model(setup.language_model(state), output, dtype)
     return chosen
 
 
-def _claim(output: Path, config: TrainConfig) -> None:
-    """Write the configuration to the folder, or check that the folder has the same one."""
-    file = output / "config.json"
-    values: dict[str, Any] = json.loads(json.dumps(config.as_dict()))
-    if not file.exists():
+def _claim(file: Path, started: bool, what: str, values: dict[str, Any]) -> None:
+    """Write values to a file of a run, or check that it has them.
+
+    Args:
+        file: file in the folder of the run.
+        started: whether the run has a checkpoint or a result, so that its values are fixed.
+        what: noun for the values, for messages.
+        values: values by key.
+
+    Raises:
+        ConfigError: the run has other values.
+        CheckpointError: the file is damaged.
+    """
+    if not (started and file.exists()):
         write_whole(file, json.dumps(values, indent=2) + "\n")
         return
-    new, old = _flat(values), _flat(json.loads(file.read_text()))
-    different = sorted(key for key in new | old if new.get(key) != old.get(key) and key.split(".")[0] not in MAY_CHANGE)
+    new, old = _flat(values), _flat(read_object(file))
+    different = sorted(key for key in new | old if new.get(key) != old.get(key) and key not in MAY_CHANGE)
     if different:
         raise ConfigError(
-            f"{output}: expected a run with this configuration, got other values of {', '.join(different)}. "
+            f"{file.parent}: expected the {what} with which the run began, got other {what} of {', '.join(different)}. "
             "Choose another folder, or delete this one."
         )
+
+
+def _digest(checkpoint: str) -> str:
+    """Return a digest of the configuration and the weights of a checkpoint, from samples of each file."""
+    location, digest = find_model(checkpoint), hashlib.sha256()
+    folder = [location / "config.json", *sorted(location.glob("*.safetensors"))]
+    for file in folder if location.is_dir() else [location]:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            for start in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
+                opened.seek(start)
+                digest.update(opened.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict
+from jax.sharding import Mesh
 
 from aspd_jax.files import Log, write_whole
 from aspd_jax.model.config import ModelConfig
@@ -28,11 +29,11 @@ PEAK_FLOPS = {
 }
 
 
-def peak_flops() -> float | None:
-    """Return the peak FLOP/s of all devices together; None: unknown."""
-    kind = jax.devices()[0].device_kind
+def peak_flops(mesh: Mesh) -> float | None:
+    """Return the peak FLOP/s of the devices of a mesh together; None: unknown."""
+    kind = mesh.devices.flat[0].device_kind
     known = [peak for name, peak in PEAK_FLOPS.items() if kind.startswith(name)]
-    return known[0] * jax.device_count() if known else None
+    return known[0] * mesh.size if known else None
 
 
 def model_flops(config: ModelConfig, params: Any, length: int) -> float:

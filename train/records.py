@@ -155,6 +155,7 @@ class Records:
 
     Attributes:
         problems: records and turns that cannot be used.
+        files: names of the tokenised files, with hashes of their records.
         sizes: tokens of each example.
 
     Raises:
@@ -173,8 +174,6 @@ class Records:
         self._total = self._used = 0
         tables, places = [], []
         for file in files:
-            if not Path(file).is_file():
-                raise DataError(f"{file}: expected a JSONL file, got none")
             table = _tokenised(lm, Path(file), data, cache)
             sizes, lines = np.asarray(table["size"], int), np.asarray(table["line"], int)
             fits = (sizes > 0) & (sizes <= data.length)
@@ -193,6 +192,7 @@ class Records:
         if not self._rows.size:
             raise no_record(", ".join(files), [_where(problem) for problem in self.problems[:1]])
         whole = datasets.concatenate_datasets(tables)
+        self.files = [Path(file["filename"]).name for file in whole.cache_files]
         self.sizes = np.asarray(whole["size"])[self._rows]
         self._table = whole.with_format("numpy", columns=list(Example._fields))
 
@@ -221,11 +221,15 @@ def _where(problem: Problem) -> str:
 
 def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) -> datasets.Dataset:
     """Return the rows of a file: examples, and rows of size 0 with kind and reason for what is left out."""
-    with file.open("rb") as content:
-        key = hashlib.file_digest(content, "sha256")
+    try:
+        with file.open("rb") as content:
+            key = hashlib.file_digest(content, "sha256")
+    except OSError as error:
+        raise DataError(f"{file}: expected a file of records, got: {error.strerror}") from None
     data_settings = (data.structured, data.plain_every)
     model_settings = (lm.end_ids, lm.tokenizer.chat_template, lm.config.titles, lm.config.unused_tokens)
-    key.update(repr((VERSION, file.suffix, *data_settings, *model_settings)).encode())
+    names = lm.tokenizer.special_tokens_map  # templates write some of them
+    key.update(repr((VERSION, file.suffix, *data_settings, *model_settings, names)).encode())
     key.update(lm.tokenizer.backend_tokenizer.to_str().encode())
     cached = cache / f"{file.stem}-{key.hexdigest()[:20]}.arrow"
     if not cached.exists():

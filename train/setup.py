@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -13,9 +14,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from aspd_jax.errors import ConfigError
+from aspd_jax.formats import ADAPTED
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
 from aspd_jax.model.config import ModelConfig
-from aspd_jax.model.transformer import Transformer, stack_layers, unstack_layers
+from aspd_jax.model.transformer import LAYERS, Transformer, stack_layers, unstack_layers
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import named_sharding, shardings
 from train.batches import Batch
@@ -33,7 +36,7 @@ class Setup:
         model: transformer with the attention, scan, remat and mesh of the run.
         optimiser: optimiser.
         frozen: parameters that are not trained; empty in full fine-tuning.
-        state: training state of step 0.
+        params: trained parameters of step 0.
     """
 
     lm: LanguageModel
@@ -41,7 +44,18 @@ class Setup:
     model: Transformer
     optimiser: optax.GradientTransformation
     frozen: Any
-    state: TrainState
+    params: Any
+
+    @cached_property
+    def state(self) -> TrainState:
+        """Return the training state of step 0."""
+        return initial_state(self.model, self.optimiser, self.params)
+
+    def free_state(self) -> TrainState:
+        """Free the parameters of step 0, and return its state as shapes with shardings."""
+        dtype = jax.tree.leaves(self.params)[0].dtype
+        self.params = None
+        return abstract_state(self.model, self.optimiser, dtype)
 
     def place(self, batch: Batch) -> Batch:
         """Shard a batch over the mesh; each process provides the rows of its devices."""
@@ -54,15 +68,19 @@ class Setup:
 
     def language_model(self, state: TrainState) -> LanguageModel:
         """Return the language model of a state, on the host and with unstacked layers."""
-        params = jax.tree.map(_to_host, join(state.params, self.frozen))
+        leaves = flatten_dict(join(state.params, self.frozen)).items()
+        params = unflatten_dict({path: _to_host(leaf, path[0] == LAYERS) for path, leaf in leaves})
         if self.model.scan:
             params = unstack_layers(params, self.lm.config.layers)
-        return replace(self.lm, params=params, tagged=True)
+        return replace(self.lm, params=params)
 
 
-def _to_host(leaf: jax.Array) -> np.ndarray:
+def _to_host(leaf: jax.Array, stacked: bool) -> np.ndarray:
+    """Return an array on the host; devices hold one layer at a time of a stacked one that processes share."""
     if leaf.is_fully_addressable:
         return np.asarray(leaf)
+    if stacked:
+        return np.stack([_to_host(leaf[layer], False) for layer in range(len(leaf))])
     return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
 
 
@@ -70,21 +88,27 @@ def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
     """Load the checkpoint of a run onto the mesh, with the position scheme and mask of the run.
 
     Raises:
-        ConfigError: the configuration does not fit the model.
+        ConfigError: the configuration does not fit the model, or adapters are to be trained on one with an adapter.
         CheckpointError: the checkpoint cannot be read.
     """
     section = config.model
+    if section.lora_rank and section.checkpoint in ADAPTED:
+        raise ConfigError(
+            f"model.checkpoint: expected a model without an adapter for model.lora_rank, got {section.checkpoint}. "
+            f"Run `aspd convert {section.checkpoint} --output DIR`, and name DIR."
+        )
     lm = load_model(
         section.checkpoint, section.dtype, mesh, section.weights, section.lora_rank, section.lora_alpha,
         draft_heads=config.draft.heads,
     )  # fmt: skip
     for_conversations(lm, section.checkpoint, config.data.chat_template)
     shape = as_configured(lm.config, config)
-    return replace(lm, config=shape, model=Transformer(shape))
+    tagged = lm.tagged or (config.data.structured and not config.draft.heads)
+    return replace(lm, config=shape, model=Transformer(shape), tagged=tagged)
 
 
 def set_up(config: TrainConfig, lm: LanguageModel, mesh: Mesh, steps: int) -> Setup:
-    """Split the parameters into trained and frozen ones, and create the state of step 0.
+    """Split the parameters into trained and frozen ones.
 
     The parameters are removed from `lm`, so that the memory of the initial ones is freed during training.
     """
@@ -100,8 +124,7 @@ def set_up(config: TrainConfig, lm: LanguageModel, mesh: Mesh, steps: int) -> Se
         else:
             frozen[path] = jax.device_put(leaf, places[path])
     optimiser = make_optimiser(config.optimiser, steps)
-    state = initial_state(model, optimiser, unflatten_dict(trained))
-    return Setup(lm, mesh, model, optimiser, unflatten_dict(frozen), state)
+    return Setup(lm, mesh, model, optimiser, unflatten_dict(frozen), unflatten_dict(trained))
 
 
 def trained_model(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> Transformer:
@@ -122,13 +145,17 @@ def initial_state(model: Transformer, optimiser: optax.GradientTransformation, p
 
 
 def as_configured(shape: ModelConfig, config: TrainConfig) -> ModelConfig:
-    """Return a shape with the positions, mask, weights and LoRA settings of a configuration."""
+    """Return a shape with the weights and LoRA settings of a configuration, and the positions, mask and titles.
+
+    A model with draft heads keeps its own positions, mask and titles, because only the heads are trained.
+    """
     section = config.model
+    source = shape if config.draft.heads else section
     return replace(
         shape,
-        positions=section.positions,
-        siblings=section.siblings,
-        titles=section.titles,
+        positions=source.positions,
+        siblings=source.siblings,
+        titles=source.titles,
         weights=section.weights,
         lora_rank=section.lora_rank,
         lora_alpha=section.lora_alpha,

@@ -51,7 +51,7 @@ def make_optimiser(section: OptimiserSection, steps: int) -> optax.GradientTrans
     Norms, biases and scales have no weight decay. Equal arguments return the same object, so that a compiled step is
     reused.
     """
-    warmup = max(1, round(section.warmup * steps))
+    warmup = max(1, round(section.warmup * steps)) if section.warmup else 0
     peak = section.learning_rate
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1), section.final * peak)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from aspd_jax.blocks.markers import BOLD, SPACELESS, marker_of
 
 MAX_WORDS = 7  # maximum words of a lead that is a title
-FIRST_WORDS = 5  # words of a title without a lead
+FIRST_WORDS = 5  # words of a title without a lead, and of a lead without a title
 LAST_WORDS = 16  # maximum words if fewer do not distinguish the parts
 # Words at the end of a title that a noun or a clause would follow.
 TRAILING = re.compile(
@@ -20,7 +20,7 @@ _HEADING = re.compile(r"#{1,6}[ \t]+")
 _LEAD = re.compile(r"([^\n]{1,80}?)(?::(?=\s|$|\*)|：|[ \t]+[-–—][ \t]+|(?<=\w)—(?=\w))")
 _SENTENCE = re.compile(r"([^\n]{1,80}?)(?:[.!?](?=\s|$|\*)|[。！？])")
 # A word, or one character of a script without spaces.
-_WORD = re.compile(rf"[{SPACELESS}]|[^\s{SPACELESS}]+")
+WORD = re.compile(rf"[{SPACELESS}]|[^\s{SPACELESS}]+")
 _EMPHASIS = re.compile(r"\*\*|__|`")
 _EDGES = '*_#:：`.,;，。、；-–—"“”「」 \t'
 
@@ -74,14 +74,14 @@ def _title(part: str, words: int) -> str:
     candidates.append(line)
     for candidate in candidates:
         title = _bare(candidate)
-        if title and len(_WORD.findall(title)) <= MAX_WORDS:
+        if title and len(WORD.findall(title)) <= MAX_WORDS:
             return title
     return _first_words(text, words)
 
 
 def _first_words(text: str, words: int) -> str:
     line = next((line for line in text.splitlines() if _bare(line)), "")
-    found = list(_WORD.finditer(line))[:words]
+    found = list(WORD.finditer(line))[:words]
     return _bare(TRAILING.sub("", line[: found[-1].end()])) if found else ""
 
 

@@ -10,17 +10,16 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from aspd_jax.blocks.markers import BOLD, SPACELESS, marker_of
+from aspd_jax.blocks.markers import BOLD, marker_of
 from aspd_jax.blocks.regions import regions_of
 from aspd_jax.blocks.spans import BlockSpan
+from aspd_jax.blocks.titles import FIRST_WORDS, WORD
 from aspd_jax.errors import StructureError
 
 FAR = 8  # maximum characters of emphasis and blanks between a marker and its title
 MAX_BOLD = 120  # maximum characters of a bold lead
-WORDS = 5  # words of a lead without a title
 # What may follow the words of a lead: emphasis, punctuation, emphasis, a dash.
 _CLOSING = re.compile(r"[*_`\"”’」)\]]*[:：.!?。！？]?[*_`\"”’」)\]]*(?:[ \t]*[-–—](?=\s))?")
-_WORD = re.compile(rf"[{SPACELESS}]|[^\s{SPACELESS}]+")
 
 
 def with_leads(answer: str, block: BlockSpan) -> BlockSpan:
@@ -29,7 +28,8 @@ def with_leads(answer: str, block: BlockSpan) -> BlockSpan:
     A lead that would end within code, a formula or an element (`aspd_jax.blocks.regions`) ends behind it.
 
     Raises:
-        StructureError: a lead is no longer than the white space and the marker of its part.
+        StructureError: a lead is no longer than the white space and the marker of its part, or would end in another
+            part.
     """
     starts = [len(answer[: branch.start].rstrip()) for branch in block.branches]
     ends = [*starts[1:], len(answer[: block.end].rstrip())]
@@ -39,6 +39,8 @@ def with_leads(answer: str, block: BlockSpan) -> BlockSpan:
     for branch, start, end in zip(block.branches, starts, ends, strict=True):
         place = start + lead_length(answer[start:end], branch.title)
         lead = max((last for first, last in whole if first < place < last), default=place) - start
+        if lead > end - start:
+            raise StructureError(f"the lead of the part {answer[start:end].strip()[:40]!r} ends in another part")
         branches.append(replace(branch, start=start, end=end, lead=lead))
     return BlockSpan(tuple(branches))
 
@@ -63,7 +65,7 @@ def lead_length(part: str, title: str) -> int:
     elif found >= 0:
         end = found + len(title)
     else:
-        words = list(_WORD.finditer(part, behind))[:WORDS]
+        words = list(WORD.finditer(part, behind))[:FIRST_WORDS]
         if not words:
             raise StructureError(f"the part {part[:40]!r} has no words for a lead")
         end = words[-1].end()

@@ -79,7 +79,7 @@ class Candidate(NamedTuple):
 def answers_of(record: Conversation) -> Iterator[tuple[int, Answer]]:
     """Yield the answers of a conversation with their index, each with the text before it."""
     for place in record.answers:
-        said = tuple(f"{content}" for _, content in record.messages[:place])
+        said = tuple(content for _, content in record.messages[:place])
         yield place, Answer(said, record.messages[place][1])
 
 

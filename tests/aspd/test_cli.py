@@ -29,7 +29,7 @@ from infer import Engine, Result, SamplingParams
 from infer.offline import demonstration, terminal
 from tests.conftest import ROOT, shared, tiny_config, write_checkpoint
 from tests.helpers.tasks import problem
-from tests.helpers.training import changed, small
+from tests.helpers.training import changed, small, with_held_out
 
 PROBLEM = problem(1, True, "orders", "parallel")
 DEMO = ("--model", "demo")  # not the default, where a real model is installed
@@ -287,7 +287,7 @@ def test_train_export_and_generate(capsys: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ablation_trains_every_form_once(capsys: Any, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    runs = changed(small(), steps=1, save_every=1, evaluate_batches=1)
+    runs = changed(with_held_out(small()), steps=1, save_every=1)
     config.write_text(yaml.safe_dump(json.loads(json.dumps(runs.as_dict()))))
     grid = tmp_path / "grid"
     arguments = ("ablate", str(config), "seed=3", "--output", str(grid))
@@ -307,7 +307,7 @@ def test_ablation_trains_every_form_once(capsys: Any, tmp_path: Path) -> None:
         (folder / "config.json").unlink()  # nothing is done again
     assert run(capsys, *arguments)[1].endswith(table)
     assert not list(grid.glob("*/model/config.json"))
-    code, _, err = run(capsys, "ablate", str(config), "evaluate_batches=0", "--output", str(grid))
+    code, _, err = run(capsys, "ablate", str(config), "evaluate_batches=0", "data.held_out=[]", "--output", str(grid))
     assert code == 2 and "evaluate_batches: expected held-out batches" in err
 
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jinja2 import TemplateError
 
 from aspd_jax import LanguageModel
+from aspd_jax.configuration import find_config
 from aspd_jax.errors import ConversationError, RequestError
 from aspd_jax.sources import Conversation, conversation
 from infer import Engine
-from tests.conftest import shared
+from tests.conftest import ROOT, shared
 from tests.train.test_records import STRUCTURE, write
-from train.config import DataSection
+from train.config import DataSection, load_config
 from train.records import Records, encode_conversation
 
 ANSWER = "{% set c = m.content %}"
@@ -260,3 +262,29 @@ def test_the_second_of_two_answers_in_a_row_is_left_out(lm: LanguageModel, tmp_p
     assert len(records) == 1 and [(p.line, p.reason) for p in records.problems] == [
         (1, "messages[2]: expected a message that asks for this answer, got none")
     ]
+
+
+def test_vicuna_is_asked_as_by_fastchat(lm: LanguageModel) -> None:
+    """Compare the included template with prompts of FastChat's conversation `vicuna_v1.1`."""
+    config = load_config(ROOT / "configs" / "vicuna_7b.yaml")
+    assert config.data.chat_template == load_config(ROOT / "configs" / "lora_7b.yaml").data.chat_template
+    tokenizer = deepcopy(lm.tokenizer)
+    tokenizer.bos_token, tokenizer.eos_token = "<s>", "</s>"
+    tokenizer.chat_template = find_config(config.data.chat_template).read_text()
+    system = (
+        "A chat between a curious user and an artificial intelligence assistant. "
+        "The assistant gives helpful, detailed, and polite answers to the user's questions."
+    )
+
+    def prompt(*roles: str) -> Any:
+        messages = [{"role": role, "content": f"{number}."} for number, role in enumerate(roles)]
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    assert prompt("user") == f"<s>{system} USER: 0. ASSISTANT:"
+    assert prompt("user", "assistant", "user") == f"<s>{system} USER: 0. ASSISTANT: 1.</s>USER: 2. ASSISTANT:"
+    assert prompt("system", "user") == "<s>0. USER: 1. ASSISTANT:"
+    for roles in (("user", "tool"), ("user", "system")):
+        with pytest.raises(
+            TemplateError, match=f"role: expected user or assistant after the first message, got {roles[1]}"
+        ):
+            prompt(*roles)

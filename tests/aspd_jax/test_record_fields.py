@@ -13,6 +13,7 @@ Q, A = {"role": "user", "content": "q?"}, {"role": "assistant", "content": "an a
 HUMAN, GPT = {"from": "human", "value": "q?"}, {"from": "gpt", "value": "an answer"}
 PAIR = (("user", "q?"), ("assistant", "an answer"))
 SYSTEM = (("system", "Be brief."), *PAIR)
+SAME, OTHER = ([{"type": "serial", "text": text}] for text in ("an answer", "another"))
 TOOLS = [{"name": "f", "parameters": {}}]
 
 PUBLISHED: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
@@ -58,6 +59,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
     "DPO": ({"prompt": "q?", "chosen": "an answer", "rejected": "no"}, PAIR),
     "DPO with system": ({"system": "Be brief.", "question": "q?", "chosen": "an answer", "rejected": "no"}, SYSTEM),
     "TRL, conversational preference": ({"prompt": [Q], "chosen": [A], "rejected": [A]}, PAIR),
+    "a question in both lists": (
+        {"prompt": [{"role": "system", "content": "Be brief."}, Q], "chosen": [Q, A], "rejected": [Q, A]}, SYSTEM
+    ),
+    "a text beside its structure": ({"messages": [Q, A | {"structure": SAME, "finish_reason": "stop"}]}, PAIR),
     "TRL, conversational completion": ({"prompt": [Q], "completion": [A]}, PAIR),
     "KTO": ({"prompt": "q?", "completion": "an answer", "label": True}, PAIR),
     "KTO of LLaMA-Factory": ({"messages": [Q, A], "kto_tag": True}, PAIR),
@@ -129,9 +134,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "thinking of a message": ({"messages": [Q, A | {"thinking": "so"}]}, "messages[1].thinking: expected none"),
     "oasst, one message a row": ({"message_id": "1", "role": "prompter", "text": "q?"}, "no question and answer"),
     "HH-RLHF": ({"chosen": "\n\nHuman: q?\n\nAssistant: a", "rejected": "x"}, "no question and answer"),
+    "another structure": ({"messages": [Q, A], "structure": OTHER}, '"structure": expected the text'),
+    "another structure of a message": ({"messages": [Q, A | {"structure": OTHER}]}, "messages[1].structure: expected"),
+    "two structures": (
+        {"messages": [Q, {"role": "assistant", "structure": OTHER}], "structure": SAME}, '"structure": expected'
+    ),
+    "a truncated answer": ({"messages": [Q, A], "finish_reason": "length"}, "finish_reason: expected"),
+    "a truncated message": ({"messages": [Q, A | {"finish_reason": "length"}]}, "messages[1].finish_reason: expected"),
+    "an image of a message": ({"messages": [Q | {"input_images_url": "x"}, A]}, "messages[0].input_images_url"),
     "KTO, undesirable": ({"prompt": "q?", "completion": "a", "label": False}, '"label": expected 1 or true, got false'),
     "a mask of messages": ({"messages": [Q, A, Q, A], "loss_mask": [0, 0, 0, 1]}, '"loss_mask"'),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["image_id", "images_url", "video_id", "audio_url", "input_image_hash", "photo_count"])
+def test_names_of_other_media_are_refused(key: str) -> None:
+    found = conversation({"messages": [Q, A], key: "x"}, 1)
+    assert isinstance(found, Unreadable) and f'"{key}": expected no content' in found.reason
+    found = conversation({"messages": [Q, A], "imagery_id": "x", "photographer_id": "x", key: None}, 1)
+    assert isinstance(found, Conversation), "negative control"
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -63,15 +63,18 @@ def initial_model(config: TrainConfig) -> LanguageModel:
 
 
 def written(config: TrainConfig, folder: Path) -> TrainConfig:
-    """Write a checkpoint of the shape of a configuration and records, and return the configuration with both."""
+    """Write a checkpoint of a configuration's shape and two files of records; return it with the first ones."""
     save_model(initial_model(config), folder / "base")
     for name, first in (("train", 0), ("held_out", 1000)):
         made = [problem(first + seed, name == "held_out", "orders") for seed in range(40)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record(item)) + "\n" for item in made))
-    return changed(
-        config, model__checkpoint=str(folder / "base"), data__train=(str(folder / "train.jsonl"),),
-        data__held_out=(str(folder / "held_out.jsonl"),),
-    )  # fmt: skip
+    return changed(config, model__checkpoint=str(folder / "base"), data__train=(str(folder / "train.jsonl"),))
+
+
+def with_held_out(config: TrainConfig) -> TrainConfig:
+    """A configuration of `written` with its held-out records, one batch of which is evaluated."""
+    file = Path(config.model.checkpoint).parent / "held_out.jsonl"
+    return changed(config, data__held_out=(str(file),), evaluate_batches=1)
 
 
 SHAPE = TrainConfig(
@@ -102,10 +105,8 @@ def wide() -> TrainConfig:
 
 def on_records(folder: Path) -> TrainConfig:
     """Fine-tuning of a small checkpoint on records in files, both of which are written to `folder`."""
-    config = written(SHAPE, folder)
-    return changed(
-        config, data__length=512, evaluate_batches=1, optimiser__learning_rate=1e-2, steps=6, log_every=1
-    )  # fmt: skip
+    config = with_held_out(written(SHAPE, folder))
+    return changed(config, data__length=512, optimiser__learning_rate=1e-2, steps=6, log_every=1)
 
 
 def losses(run: Path) -> list[float]:

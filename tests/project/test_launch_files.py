@@ -24,8 +24,8 @@ SCRIPTS = sorted([*ROOT.glob("*/launch/*.sh"), *ROOT.glob("*/launch/*.sbatch")])
 MANIFESTS = sorted(ROOT.glob("*/launch/*.yaml"))
 CONTAINERFILE = ROOT / "infer" / "launch" / "Containerfile"
 DIRECTIVES = {  # of sbatch
-    *("--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-task", "--cpus-per-task", "--time"),
-    *("--requeue", "--open-mode"),
+    *("--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--gpu-bind", "--cpus-per-task"),
+    *("--time", "--requeue", "--open-mode"),
 }
 
 
@@ -57,19 +57,37 @@ def test_bash_reads_the_scripts(script: Path, tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", str(tmp_path / "broken.sh")], capture_output=True).returncode, "control"
 
 
-def test_commands_of_scripts() -> None:
+def test_commands_of_scripts(tmp_path: Path) -> None:
     """Check the options of `aspd train` as the shell passes them, and the directives of SLURM."""
     for script, arguments in (("slurm.sbatch", ["c.yaml", "out", "mesh.fsdp=16"]), ("cloud_tpu.sh", [])):
         text = (ROOT / "train" / "launch" / script).read_text()
         stubs = "srun() { shift; printf '%s\\n' \"$*\"; }; gcloud() { printf '%s\\n' \"${@: -1}\"; }\n"
         arguments = arguments or ["name", "zone", "bucket", "c.yaml", "out", "mesh.fsdp=16"]
-        done = subprocess.run(["bash", "-c", stubs + text, script, *arguments], capture_output=True, text=True)
+        command = ["bash", "-c", stubs + text, script, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         (command,) = re.findall(r"aspd (train .*)", done.stdout)
         options = parse(shlex.split(command))
         assert options.distributed and options.config == "c.yaml" and Path(options.output).name == "out"
-    directives = re.findall(r"^#SBATCH (--[a-z-]+)", (ROOT / "train/launch/slurm.sbatch").read_text(), re.MULTILINE)
+    text = (ROOT / "train/launch/slurm.sbatch").read_text()
+    directives = dict(re.findall(r"^#SBATCH (--[a-z-]+)(?:=(\S+))?", text, re.MULTILINE))
     assert set(directives) == DIRECTIVES
+    # JAX takes the GPU of the number of the process, of all GPUs that it sees.
+    assert directives["--gpu-bind"] == "none" and directives["--gpus-per-node"] == directives["--ntasks-per-node"]
+
+
+def test_hosts_get_the_checkout_without_its_environments_and_runs(tmp_path: Path) -> None:
+    for file in ("aspd/a.py", ".venv/b", ".git/c", "runs/d", "checkpoints/e", "tests/train/runs/f"):
+        (tmp_path / "clone" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "clone" / file).touch()
+    text = (ROOT / "train" / "launch" / "cloud_tpu.sh").read_text()
+    stub = 'gcloud() { [[ $4 != scp ]] || tar -tzf "${@: -2:1}" >&2; }\n'
+    command = ["bash", "-c", stub + text, "cloud_tpu.sh", "name", "zone", "bucket", "c.yaml", "out"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path / "clone", capture_output=True, text=True, env=environment)
+    copied = [name for name in done.stderr.splitlines() if not name.endswith("/")]
+    assert done.returncode == 0 and sorted(copied) == ["./aspd/a.py", "./tests/train/runs/f"]
+    assert [path.name for path in tmp_path.iterdir()] == ["clone"], "no archive remains"
 
 
 def training_examples() -> list[list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from safetensors.numpy import load_file
 
 import train.loop
 from aspd_jax import LanguageModel, build_layout, load_model
-from aspd_jax.errors import DataError
+from aspd_jax.errors import ConfigError, DataError
+from aspd_jax.language_model import save_adapter, save_model
 from aspd_jax.sharding import make_mesh
 from infer import Engine, SamplingParams
 from tests.conftest import with_one_program
@@ -91,9 +93,10 @@ def test_other_titles_than_those_of_the_records_are_refused(fine_tuning: TrainCo
 
 @pytest.mark.further
 def test_epochs_end_by_themselves(fine_tuning: TrainConfig, tmp_path: Path) -> None:
-    run_training(changed(fine_tuning, steps=0, epochs=1, evaluate_batches=0), tmp_path / "run", progress=False)
+    plain = changed(fine_tuning, steps=0, epochs=1, data__held_out=(), evaluate_batches=0)
+    run_training(plain, tmp_path / "run", progress=False)
     once = len(losses(tmp_path / "run"))
-    run_training(changed(fine_tuning, steps=0, epochs=3, evaluate_batches=0), tmp_path / "more", progress=False)
+    run_training(changed(plain, epochs=3), tmp_path / "more", progress=False)
     assert 2 * once < len(losses(tmp_path / "more")) <= 3 * once + 3
 
 
@@ -182,6 +185,32 @@ def setup_batches(config: TrainConfig, setup: Setup, folder: Path) -> tuple[list
     batch = next(data.batches)
     sums = evaluation_sums(setup.state.params, setup.frozen, setup.place(batch), setup.model)
     return [batch], float(sums.mean())
+
+
+def test_a_model_is_tagged_by_training_with_tags_only(fine_tuning: TrainConfig, tmp_path: Path) -> None:
+    save_model(replace(load_model(fine_tuning.model.checkpoint), tagged=False), tmp_path / "ordinary")
+    for tagged, folder in ((True, fine_tuning.model.checkpoint), (False, str(tmp_path / "ordinary"))):
+        config = changed(fine_tuning, model__checkpoint=folder, model__lora_rank=2)
+        assert load_model(folder).tagged == tagged
+        heads = changed(config, model__lora_rank=0, draft__heads=1)
+        others = {"model__positions": "max", "model__siblings": "shared", "model__titles": "leads"}
+        drafted = load(changed(heads, **others), make_mesh({}))
+        own = (drafted.config.positions, drafted.config.siblings, drafted.config.titles)
+        assert drafted.tagged == tagged and own == ("sequential", "invisible", "names")
+        assert load(changed(config, **others), make_mesh({})).config.positions == "max", "negative control"
+        for structured in (True, False):
+            setup, output = prepared(changed(config, data__structured=structured)), tmp_path / f"{tagged}-{structured}"
+            save_adapter(setup.language_model(setup.state), output, folder)
+            assert load_model(folder, adapter=output).tagged == (tagged or structured)
+            (output / "aspd.json").unlink()  # as of an adapter of another project
+            assert load_model(folder, adapter=output).tagged == tagged
+
+
+def test_no_adapter_is_trained_on_a_checkpoint_that_has_one(fine_tuning: TrainConfig) -> None:
+    adapted = changed(fine_tuning, model__checkpoint="smollm2-aspd", model__lora_rank=4)
+    with pytest.raises(ConfigError, match=r"got smollm2-aspd. Run `aspd convert smollm2-aspd --output DIR`, and name"):
+        load(adapted, make_mesh({}))
+    assert load(changed(fine_tuning, model__lora_rank=4), make_mesh({})).config.lora_rank, "negative control"
 
 
 def test_fresh_adapters_change_nothing_and_int8_little(fine_tuning: TrainConfig) -> None:

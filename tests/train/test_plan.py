@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from aspd_jax.sharding import make_mesh
 from tests.conftest import ROOT
 from tests.helpers.training import changed, first_batch, written
 from train.config import DataSection, ModelSection, TrainConfig, load_config
-from train.metrics import model_flops
+from train.metrics import PEAK_FLOPS, model_flops, peak_flops
 from train.plan import plan, planned_shape, report
 from train.setup import load, set_up
 from train.step import train_step
@@ -133,6 +134,11 @@ def test_full_training_of_7b_fits_the_devices_that_the_pages_name() -> None:
     assert 24e9 < needed < 40e9 and plan(load_config(ROOT / "configs" / "lora_7b.yaml")).total * 1.12 < 24e9
     assert "(all its parameters) eight of 40 GB" in (ROOT / "README.md").read_text()
     assert "8 accelerators of 40 GB" in (ROOT / "configs" / "vicuna_7b.yaml").read_text()
+
+
+def test_utilisation_counts_the_devices_of_the_mesh(monkeypatch: Any) -> None:
+    monkeypatch.setitem(PEAK_FLOPS, "cpu", 3.0)
+    assert jax.device_count() == 8 and peak_flops(make_mesh({})) == 3.0 and peak_flops(make_mesh({"fsdp": 4})) == 12.0
 
 
 def test_flops_by_hand(present: TrainConfig) -> None:

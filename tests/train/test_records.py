@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,8 +156,9 @@ def test_what_cannot_be_used_is_named_with_its_line(lm: LanguageModel, tmp_path:
 
 
 def test_nothing_usable_and_missing_files_are_errors(lm: LanguageModel, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none\.jsonl: expected a JSONL file, got none"):
-        Records(lm, [str(tmp_path / "none.jsonl")], DATA, tmp_path / "cache")
+    for name, reason in (("none.jsonl", "No such file"), (".", "Is a directory"), ("x" * 300, "File name too long")):
+        with pytest.raises(DataError, match=rf"{name}: expected a file of records, got: {reason}"):
+            Records(lm, [str(tmp_path / name)], DATA, tmp_path / "cache")
     file = write(tmp_path / "bad.jsonl", ["[]"])
     with pytest.raises(DataError, match=r"no record can be used; the first: .*bad\.jsonl, line 1: expected an object"):
         Records(lm, [file], DATA, tmp_path / "cache")
@@ -175,6 +177,15 @@ def test_tokenised_once(lm: LanguageModel, tmp_path: Path, monkeypatch: Any) -> 
         np.testing.assert_array_equal(before[index].tokens, after[index].tokens)
     with pytest.raises(pytest.fail.Exception):
         Records(lm, [file], replace(DATA, structured=False), tmp_path / "cache")
+
+
+def test_runs_with_another_name_of_a_special_token_share_no_tokens(lm: LanguageModel, tmp_path: Path) -> None:
+    file = write(tmp_path / "data.jsonl", synthetic(2))
+    for name in ("<one>", "<two>", "<one>"):
+        tokenizer = deepcopy(lm.tokenizer)
+        tokenizer.chat_template, tokenizer.bos_token = "{{ bos_token }}" + lm.tokenizer.chat_template, name
+        first = Records(replace(lm, tokenizer=tokenizer), [file], DATA, tmp_path / "cache")[0].tokens
+        assert lm.tokenizer.decode(first).startswith(name)
 
 
 TOKENISE = """

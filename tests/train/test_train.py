@@ -107,9 +107,18 @@ def test_shipped_configs_load(file: Path) -> None:
         ("data: {rows: 6}\nsteps: 3\ndata: {bins: 3}", [], "expected different keys, got 'data' twice"),
         ("data: {rows: 6, rows: 12}", [], "expected different keys, got 'rows' twice"),
         ("evaluate_batches: 1\ndata: {train: x}", [], "evaluate_batches: expected data.held_out"),
+        ("data: {train: x, held_out: y}", [], "evaluate_batches: expected at least 1 for data.held_out, got 0"),
+        ("data: {train: x, held_out: a/../x}", [], "expected other files than data.train, got 'a/../x' in both"),
+        ("model: {lora_alpha: 0}", [], "model.lora_alpha: expected a number above 0, got 0"),
         ("steps: [", [], "config.yaml: "),
         ("- 1", [], "expected `key: value` lines, got list"),
         ("", ["steps"], "expected key=value, got 'steps'"),
+        (
+            "data: {train: [a]}",
+            ["data.train.0=b"],
+            r"'data.train.0=b': train: expected `key: value` lines, got \['a'\]",
+        ),
+        ("steps: 1", ["steps.x.y=2"], "'steps.x.y=2': steps: expected `key: value` lines, got 1"),
     ],
 )
 def test_config_errors_name_file_and_field(text: str, overrides: list[str], message: str, tmp_path: Path) -> None:

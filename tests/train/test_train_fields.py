@@ -29,14 +29,14 @@ CHANGED: dict[str, Any] = {
     "optimiser.learning_rate": 1e-2, "optimiser.warmup": 1.0, "optimiser.final": 0.5, "optimiser.weight_decay": 0.5,
     "optimiser.beta1": 0.5, "optimiser.beta2": 0.5, "optimiser.clip": 1e-4, "optimiser.accumulate": None,
     "draft.heads": None, "mesh.data": None, "mesh.fsdp": None, "mesh.tensor": None, "steps": 3, "epochs": None,
-    "seed": 1, "save_every": 3, "keep": 1, "evaluate_batches": 1, "log_every": 2,
+    "seed": 1, "save_every": 3, "keep": 1, "evaluate_batches": None, "log_every": 2,
 }  # fmt: skip
 
 ELSEWHERE = {
     "model.vocab_size", "model.layers", "model.hidden_size", "model.heads", "model.kv_heads", "model.head_dim",
     "model.feed_forward", "model.checkpoint", "model.titles", "model.weights", "model.lora_alpha", "data.train",
     "data.held_out", "data.cache", "data.strict", "data.chat_template", "data.bins", "optimiser.accumulate",
-    "draft.heads", "mesh.data", "mesh.fsdp", "mesh.tensor", "epochs",
+    "draft.heads", "mesh.data", "mesh.fsdp", "mesh.tensor", "epochs", "evaluate_batches",
 }  # fields of a plan, a checkpoint, files or a mesh, which other tests change  # fmt: skip
 
 NAMES = [

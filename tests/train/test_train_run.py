@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,9 +25,9 @@ from safetensors import safe_open
 
 import aspd
 from aspd_jax import load_model
-from aspd_jax.errors import CheckpointError, ConfigError
+from aspd_jax.errors import CheckpointError, ConfigError, DataError
 from tests.conftest import ROOT
-from tests.helpers.training import changed, first_batch, losses, prepared, small, wide
+from tests.helpers.training import SHAPE, changed, first_batch, losses, prepared, small, wide, written
 from train.batches import RecordBatches
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig
@@ -82,6 +84,93 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, monkey
         export(tmp_path / "cut", tmp_path / "none", step=3)
     with pytest.raises(CheckpointError, match="expected a training run"):
         export(tmp_path, tmp_path / "none")
+
+
+def test_a_run_whose_files_have_changed_is_not_resumed(tmp_path: Path, capsys: Any) -> None:
+    config, run = written(changed(SHAPE, steps=1), tmp_path), tmp_path / "run"
+    (records,), weights = map(Path, config.data.train), tmp_path / "base" / "model.safetensors"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(config.as_dict()))))
+    command = ["train", str(tmp_path / "config.yaml"), "--output", str(run)]
+    assert aspd.main(command) == 0 and capsys.readouterr().out.endswith(f"model written to {run / 'model'}\n")
+    assert aspd.main(command) == 0, "negative control: the same files"
+    assert "written" not in (out := capsys.readouterr().out) and out.endswith(
+        "model exists already: the run is complete\n"
+    )
+    for file, key, data in (
+        (records, "data.train", records.read_bytes().replace(b"cost", b"price")),
+        (weights, "model.checkpoint", weights.read_bytes()[:-1] + b"\1"),
+    ):
+        before = file.read_bytes()
+        file.write_bytes(data)
+        with pytest.raises(ConfigError, match=rf"got other contents of {key}\. Choose another folder"):
+            run_training(config, run, progress=False)
+        file.write_bytes(before)
+    for name in ("config.json", "inputs.json"):
+        (run / name).write_text("{")
+        with pytest.raises(CheckpointError, match=rf"{name}: expected a JSON object"):
+            run_training(config, run, progress=False)
+        shutil.rmtree(run / "checkpoints")
+        shutil.rmtree(run / "model")
+        run_training(config, run, progress=False)  # a run without a checkpoint and a result begins again
+
+
+def test_a_failed_attempt_does_not_hold_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.jsonl"):
+        run_training(changed(small(), data__train=("none.jsonl",)), tmp_path, progress=False)
+    config = changed(small(), steps=1)
+    run_training(config, tmp_path, progress=False)
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 1
+    with pytest.raises(ConfigError, match="got other values of steps"):  # negative control
+        run_training(changed(config, steps=2), tmp_path, progress=False)
+
+
+@pytest.mark.further
+@pytest.mark.several
+def test_a_run_goes_on_with_other_devices_and_memory(tmp_path: Path, monkeypatch: Any) -> None:
+    config = changed(small(), log_every=1, optimiser__accumulate=2)
+    run_training(config, tmp_path / "whole", progress=False)
+    interrupt(config, tmp_path / "moved", 2, monkeypatch)
+    moved = changed(
+        config, optimiser__accumulate=1, mesh__fsdp=2, model__remat=True, data__cache=str(tmp_path / "cache")
+    )
+    run_training(moved, tmp_path / "moved", progress=False)
+    np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-5)
+
+
+def test_restoring_holds_no_initial_state_and_exporting_no_optimiser(tmp_path: Path, monkeypatch: Any) -> None:
+    """Count the bytes on devices before and after a state is restored, as multiples of the parameters."""
+    config, counts = changed(small(), steps=3), []
+    interrupt(config, tmp_path / "run", 2, monkeypatch)
+    restore = Checkpoints.restore
+
+    def counting(checkpoints: Checkpoints, step: int, like: TrainState) -> Any:
+        gc.collect()
+        before = sum(leaf.nbytes for leaf in jax.live_arrays())
+        result = restore(checkpoints, step, like)
+        parameters = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like.params))
+        counts.append([(size - others) / parameters for size in (before, sum(a.nbytes for a in jax.live_arrays()))])
+        return result
+
+    monkeypatch.setattr(Checkpoints, "restore", counting)
+    gc.collect()
+    others = sum(leaf.nbytes for leaf in jax.live_arrays())
+    run_training(config, tmp_path / "run", progress=False)
+    export(tmp_path / "run", tmp_path / "exported")
+    assert np.round(counts, 2).tolist() == [[0, 3], [0, 1]], "parameters and two moments; parameters"
+
+
+def test_the_rate_of_tokens_excludes_saving(tmp_path: Path, monkeypatch: Any) -> None:
+    save, seconds = Checkpoints.save, 3.0
+
+    def slowly(checkpoints: Checkpoints, step: int, *values: Any) -> None:
+        time.sleep(seconds if step == 2 else 0)
+        save(checkpoints, step, *values)
+
+    monkeypatch.setattr(Checkpoints, "save", slowly)
+    config = changed(small(), log_every=1, save_every=2, steps=3)
+    run_training(config, tmp_path, progress=False)
+    rates = [json.loads(line)["tokens_per_second"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rates[2] > config.data.rows * config.data.length / seconds
 
 
 def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> None:
@@ -186,9 +275,19 @@ def test_several_processes_need_a_mesh_of_all_devices(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.further
+def test_a_process_without_a_cluster_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(small().as_dict()))))
+    command = [sys.executable, "-m", "aspd", "train", str(tmp_path / "config.yaml"), "--distributed"]
+    done = subprocess.run([*command, "--output", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "--distributed: expected a process of SLURM, GKE or Cloud TPU, got: " in done.stderr
+
+
+@pytest.mark.further
 def test_two_processes_train_together(tmp_path: Path) -> None:
     config = changed(wide(), steps=2, save_every=2, mesh__data=2, mesh__fsdp=2)
     run_training(changed(config, mesh__data=1, mesh__fsdp=1), tmp_path / "one", progress=False)
+    config = changed(config, model__scan=True)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(config.as_dict()))))
     port = 20000 + os.getpid() % 20000
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}

@@ -18,8 +18,8 @@ from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import abstract_parameters
 from tests.aot.abstract import placed
 from tests.helpers.training import changed, first_batch, prepared, small, wide
-from train.config import TrainConfig
-from train.step import rounded, train_step
+from train.config import OptimiserSection, TrainConfig
+from train.step import make_optimiser, rounded, train_step
 
 SGD = optax.sgd(1.0)  # an update is the gradient
 
@@ -56,6 +56,32 @@ def test_the_same_step_in_another_way(change: dict[str, Any], monkeypatch: pytes
     assert float(other["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
     assert float(other["gradient_norm"]) == pytest.approx(float(metrics["gradient_norm"]), rel=1e-4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, after)
+
+
+@pytest.mark.parametrize(("warmup", "rate"), [(0.0, 3e-3), (0.5, 0.0)])
+def test_without_warm_up_the_first_step_has_the_peak_rate(warmup: float, rate: float) -> None:
+    params = {"kernel": jnp.ones(2)}
+    optimiser = make_optimiser(OptimiserSection(warmup=warmup, weight_decay=0.0), 4)
+    updates: Any = optimiser.update(params, optimiser.init(params), params)[0]
+    np.testing.assert_allclose(updates["kernel"], -rate, rtol=1e-5)
+
+
+def test_stacked_layers_are_gathered_one_by_one(monkeypatch: Any) -> None:
+    """Check what is gathered onto every device when several processes share the parameters."""
+
+    class Shared(np.ndarray):
+        is_fully_addressable = False
+
+    gathered: list[Any] = []
+    monkeypatch.setattr(
+        "train.setup.multihost_utils.process_allgather", lambda leaf, tiled: gathered.append(leaf.shape) or leaf
+    )
+    setup = prepared(changed(wide(), model__scan=True))
+    params = jax.tree.map(lambda leaf: np.asarray(leaf).view(Shared), setup.state.params)
+    trained = setup.language_model(setup.state._replace(params=params))
+    jax.tree.map(np.testing.assert_array_equal, trained.params, setup.language_model(setup.state).params)
+    stacked = {leaf.shape for leaf in jax.tree.leaves(params["layers"])}
+    assert gathered and not stacked & set(gathered) and {shape[1:] for shape in stacked} <= set(gathered)
 
 
 def test_gradients_of_an_accumulated_step_are_those_of_the_whole(monkeypatch: Any) -> None:

@@ -12,6 +12,7 @@ from aspd_jax.blocks.checks import find_defect
 from aspd_jax.blocks.extract import propose
 from aspd_jax.blocks.regions import regions_of
 from aspd_jax.blocks.spans import BlockSpan, BranchSpan
+from aspd_jax.errors import StructureError
 from aspd_jax.pipeline.leads import with_leads
 from aspd_jax.pipeline.rule_stages import well_formed
 from aspd_jax.pipeline.work import Candidate
@@ -121,6 +122,16 @@ def test_a_lead_does_not_end_within_a_formula() -> None:
     ((block,),) = propose(answer)
     leads = [answer[b.start : b.start + b.lead] for b in with_leads(answer, block).branches]
     assert leads == ["\n\n- \\[ a + b + c + d = e \\]", "\n- \\[ f + g + h + i = j \\]"]
+
+
+def test_a_lead_ends_within_its_part() -> None:
+    """Two backticks are code of Markdown that reaches over the parts; negative control: without them."""
+    answer = "Kinds:\n\n- **Rock `n Roll**: loud music of the fifties.\n- **Drum `n Bass**: fast music.\n"
+    ((block,),) = propose(answer)
+    with pytest.raises(StructureError, match=r"the part '- \*\*Rock .* ends in another part"):
+        with_leads(answer, block)
+    plain = answer.replace("`", "'")
+    assert [branch.lead for branch in with_leads(plain, propose(plain)[0][0]).branches] == [21, 20]
 
 
 def test_a_block_lies_in_one_region() -> None:

@@ -273,7 +273,9 @@ def test_records_that_teach_nothing_good_are_in_neither_set(tmp_path: Path) -> N
     assert report.left_out["serial"] == 60 - len(some & prose) and report.left_out["record"] == 1
     assert kept("again", max_repetition=0.3, serial_ratio=5.0)[0] == some
     rejected = {row["id"]: row["reason"] for row in lines(tmp_path / "ratio" / "rejected.jsonl")}
-    assert "of its words repeat" in rejected["circles"] and 'finish_reason" is "length' in rejected["cut"]
+    assert (
+        "of its words repeat" in rejected["circles"] and "finish_reason: expected a complete answer" in rejected["cut"]
+    )
     assert "asks for 4, and its blocks have 3" in lines(tmp_path / "asked" / "rejected.jsonl")[0]["reason"]
 
 
@@ -290,3 +292,9 @@ def test_lists_with_a_defect_take_no_place_of_serial_answers(tmp_path: Path) -> 
         report.left_out["record"],
         report.left_out["serial"],
     ) == (40, 0)
+    two = {"id": 1, "question": "?", "answer": f"{LIST}\n\nThe others are these.\n\n{unequal}"}
+    source.write_text(json.dumps(two) + "\n")
+    build(config, str(source), tmp_path / "two", progress=False)
+    (row,) = lines(tmp_path / "two" / "structured.jsonl")
+    assert [part["type"] for part in row["messages"][1]["structure"]] == ["serial", "parallel", "serial"]
+    assert unequal in row["messages"][1]["structure"][2]["text"], "the list with a defect is serial text"
