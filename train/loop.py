@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from jax.experimental import multihost_utils
 from aspd_jax.configuration import config_from_dict
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_whole, writing
-from aspd_jax.formats import draft_file, find_model
+from aspd_jax.formats import digest, draft_file
 from aspd_jax.formats.side_files import read_object
 from aspd_jax.language_model import LanguageModel, save_adapter, save_draft_heads, save_model
 from aspd_jax.progress import Bar
@@ -34,7 +33,6 @@ MAY_CHANGE = (
     *("mesh.data", "mesh.fsdp", "mesh.tensor", "optimiser.accumulate", "model.remat"),
     *("data.cache", "save_every", "keep", "log_every"),
 )
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # samples of a file that tell whether a checkpoint has changed
 
 
 class Data(NamedTuple):
@@ -80,7 +78,7 @@ def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageM
     lm = load(config, mesh)
     data = read_data(config, lm, output, progress and first_process)
     if first_process:
-        inputs = {"model.checkpoint": _digest(config.model.checkpoint), **data.files}
+        inputs = {"model.checkpoint": digest(config.model.checkpoint), **data.files}
         _claim(output / "inputs.json", started, "contents", inputs)
     setup = set_up(config, lm, mesh, data.steps)
     with Checkpoints(output / "checkpoints", config.keep, best=bool(data.held_out)) as checkpoints:
@@ -242,20 +240,6 @@ def _claim(file: Path, started: bool, what: str, values: dict[str, Any]) -> None
             f"{file.parent}: expected the {what} with which the run began, got other {what} of {', '.join(different)}. "
             "Choose another folder, or delete this one."
         )
-
-
-def _digest(checkpoint: str) -> str:
-    """Return a digest of the configuration and the weights of a checkpoint, from samples of each file."""
-    location, digest = find_model(checkpoint), hashlib.sha256()
-    folder = [location / "config.json", *sorted(location.glob("*.safetensors"))]
-    for file in folder if location.is_dir() else [location]:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as opened:
-            for start in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
-                opened.seek(start)
-                digest.update(opened.read(SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

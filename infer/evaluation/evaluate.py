@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from aspd_jax import formats
 from aspd_jax.configuration import config_from_dict
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_whole
@@ -110,20 +111,29 @@ def _claim(
 ) -> None:
     """Write the configuration and the environment, or check that the folder holds the same evaluation."""
     hashes = {bench: digest(asked) for bench, asked in questions.items()}
+    now = environment() | {"questions": hashes, "left_out": list(left_out), "models": _digests(config)}
     settings = json.loads(json.dumps(asdict(config)))
     if (output / "config.json").exists():
         old_config, old_environment = read_run(output)
         before, old_hashes = json.loads(json.dumps(asdict(old_config))), old_environment["questions"]
         different = [key for key in settings if settings[key] != before[key]]
         different += [f"the questions of {bench}" for bench in hashes if old_hashes.get(bench) != hashes[bench]]
+        different += [key for key in ("devices", "processor", "cores", "versions") if old_environment[key] != now[key]]
+        stored = old_environment.get("models", now["models"])
+        different += [f"contents of {name}" for name, one in now["models"].items() if stored.get(name) != one]
         if different:
             raise ConfigError(
                 f"{output}: expected an evaluation with the same {', '.join(different)}, got others. Choose another."
             )
     else:
-        record = environment() | {"questions": hashes, "left_out": list(left_out)}
-        write_whole(output / "environment.json", json.dumps(record, indent=2) + "\n")
+        write_whole(output / "environment.json", json.dumps(now, indent=2) + "\n")
     write_whole(output / "config.json", json.dumps(settings, indent=2) + "\n")
+
+
+def _digests(config: EvalConfig) -> dict[str, list[str]]:
+    """Return the digests of each model and its adapter."""
+    paths = {name: filter(None, (section.path, section.adapter)) for name, section in config.models.items()}
+    return {name: [formats.digest(path) for path in both] for name, both in paths.items()}
 
 
 def digest(questions: Sequence[Question]) -> str:

@@ -287,6 +287,14 @@ def test_nothing_is_done_twice_and_other_settings_are_refused(finished: tuple[Pa
     for change, said in (("decoding.seed=5", "same decoding"), ("benchmarks.tasks.limit=4", "same benchmarks")):
         assert aspd.main(["eval", "run", str(config), change, "--output", str(folder)]) == 2
         assert said in capsys.readouterr().err
+    file = folder / "environment.json"
+    stored = json.loads(file.read_text())
+    other = {key: ["another"] for key in stored["models"]}
+    for change, said in (({"processor": "another"}, "same processor"), ({"models": other}, "same contents of ")):
+        file.write_text(json.dumps(stored | change))
+        assert aspd.main(["eval", "run", str(config), "--output", str(folder)]) == 2
+        assert said in capsys.readouterr().err
+    file.write_text(json.dumps(stored))
 
 
 def test_mistakes_in_a_configuration(tmp_path: Path) -> None:
