@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from aspd_jax.blocks.checks import find_defect, find_dependence
 from aspd_jax.blocks.extract import propose
+from aspd_jax.blocks.leads import with_leads
 from aspd_jax.blocks.measures import saved
 from aspd_jax.blocks.regions import regions_of
 from aspd_jax.blocks.spans import BlockSpan, structure_of
 from aspd_jax.errors import StructureError
-from aspd_jax.pipeline.leads import with_leads
 from aspd_jax.pipeline.work import Answer, Candidate, Work
 from aspd_jax.structure import plain_text
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from aspd_jax.blocks.checks import find_defect
 from aspd_jax.blocks.extract import propose
+from aspd_jax.blocks.leads import with_leads
 from aspd_jax.blocks.regions import regions_of
 from aspd_jax.blocks.spans import BlockSpan, BranchSpan
-from aspd_jax.pipeline.leads import with_leads
 from aspd_jax.pipeline.rule_stages import well_formed
 from aspd_jax.pipeline.work import Candidate
 
