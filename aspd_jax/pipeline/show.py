@@ -86,7 +86,7 @@ def _notes(detail: dict[str, Any]) -> Iterator[str]:
     if measures := detail.get("measures"):
         yield (
             f"{measures['tokens']} tokens, {measures['blocks']} blocks, {measures['branches']} branches, "
-            f"ideal speed-up {measures['ideal_speedup']:.2f}x; from {detail['source'] or 'no candidate'}"
+            f"ideal speed-up {measures['ideal_speedup']:.2f}x"
         )
     for rejection in detail.get("rejected", []):
         titles = " | ".join(rejection.get("titles", []))

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from aspd_jax.blocks.checks import repetition
 from aspd_jax.blocks.measures import Count, estimate_tokens
-from aspd_jax.blocks.spans import BlockSpan
 from aspd_jax.errors import ConfigError
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.sources import Conversation, Unreadable, read_rows, record_of
@@ -62,18 +61,6 @@ class Answer(NamedTuple):
 
     messages: tuple[str, ...]
     text: str
-
-
-class Candidate(NamedTuple):
-    """Blocks proposed for an answer.
-
-    Attributes:
-        source: source of the blocks, such as `form 1`.
-        blocks: the blocks in order.
-    """
-
-    source: str
-    blocks: tuple[BlockSpan, ...]
 
 
 def answers_of(record: Conversation) -> Iterator[tuple[int, Answer]]:

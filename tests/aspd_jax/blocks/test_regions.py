@@ -13,8 +13,9 @@ from aspd_jax.blocks.extract import propose
 from aspd_jax.blocks.leads import with_leads
 from aspd_jax.blocks.regions import regions_of
 from aspd_jax.blocks.spans import BlockSpan, BranchSpan
-from aspd_jax.pipeline.rule_stages import well_formed
-from aspd_jax.pipeline.work import Candidate
+from aspd_jax.pipeline import rule_stages
+from aspd_jax.pipeline.data_config import DataConfig, SelectSection
+from aspd_jax.pipeline.work import Answer, Shard, Work
 
 THOUGHT = "So:\n\n1. red is warm\n2. blue is cold\n3. green is new\n"
 ANSWER = "1. **Red**: it is warm.\n2. **Blue**: it is cold.\n3. **Green**: it is new."
@@ -123,12 +124,14 @@ def test_a_lead_does_not_end_within_a_formula() -> None:
     assert leads == ["\n\n- \\[ a + b + c + d = e \\]", "\n- \\[ f + g + h + i = j \\]"]
 
 
-def test_a_block_lies_in_one_region() -> None:
+def test_a_block_lies_in_one_region(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = "<think>First comes this one. Then comes that one.</think>\n\nHere is what I found."
+    work = Work(DataConfig(select=SelectSection(min_tokens=1)), "", Shard())
     first, then, here = (answer.index(word) for word in ("First", "Then", "Here"))
     for start, middle, end, fits in ((first, then, answer.index("</think>"), True), (then, here, len(answer), False)):
         block = BlockSpan((BranchSpan("One", start, middle), BranchSpan("Two", middle, end)))
-        result = well_formed(answer, [Candidate("form 1", (block,))])
+        monkeypatch.setattr(rule_stages, "propose", lambda text, block=block: [(block,)])
+        result = rule_stages.propose_by_rules(work, Answer((), answer))
         assert bool(result.candidates) == fits
         assert fits or "from one region into another" in result.rejected[0]["reason"]
 
