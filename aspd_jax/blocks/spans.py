@@ -122,9 +122,3 @@ def spans_of(items: Sequence[Item], titles: Titles = "leads") -> tuple[BlockSpan
             place += len(branch.text)
         blocks.append(BlockSpan(tuple(branches)))
     return tuple(blocks)
-
-
-def form_of_titles(items: Sequence[Item]) -> Titles:
-    """Return the form of the titles of a structured answer: leads, unless a text does not begin with its title."""
-    branches = [branch for item in items if not isinstance(item, Serial) for branch in item.branches]
-    return "names" if any(branch.caption for branch in branches) else "leads"

@@ -11,7 +11,6 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from aspd_jax.errors import DataError
 from aspd_jax.jsonl import read_lines
 from aspd_jax.pictures import answer_html, branch_colour, page
 from aspd_jax.sources import Unreadable, conversation
@@ -42,18 +41,6 @@ def read_structured(file: Path, left_out: list[str]) -> Iterator[dict[str, Any]]
         if not (isinstance(details, list) and all(isinstance(of, dict) and "message" in of for of in details)):
             details = []
         yield value | {"messages": messages, "answers": answers, "pipeline": details}
-
-
-def find(file: Path, name: str, left_out: list[str]) -> dict[str, Any]:
-    """Return the record with an id; `left_out` as in `read_structured`.
-
-    Raises:
-        DataError: no record has this id.
-    """
-    for record in read_structured(file, left_out):
-        if str(record.get("id")) == name:
-            return record
-    raise DataError(f"{file}: expected a record with id {name!r}, got none")
 
 
 def show(record: dict[str, Any], console: Console) -> None:

@@ -419,7 +419,7 @@ def action_defaults(parser: argparse.ArgumentParser) -> list[object]:
 def test_help_describes_every_option_without_empty_defaults() -> None:
     """Check the help of all commands; negative control: the formatter of argparse prints empty defaults."""
     parsers = list(subparsers(aspd.build_parser()))
-    assert len(parsers) > 20
+    assert len(parsers) >= 20
     for parser in parsers:
         text = " ".join(parser.format_help().split())
         assert not EMPTY.search(text) and not TWICE.search(text), parser.prog
