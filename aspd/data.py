@@ -20,9 +20,6 @@ def add(commands: Any) -> None:
     build.add_argument("overrides", nargs="*", metavar="key=value", help="change single values: select.min_tokens=64")
     build.add_argument("--config", metavar="FILE", help="YAML file, such as configs/data.yaml")
     build.add_argument("--output", required=True, type=Path, help="folder of the sets and the report")
-    build.add_argument(
-        "--shard", default="0/1", metavar="I/N", help="process only every N-th record, starting at the I-th"
-    )
 
     show = command(kinds, "show", run_show, "Print structured records.")
     show.add_argument("file", type=Path, help="structured.jsonl")
@@ -35,14 +32,12 @@ def run_build(options: argparse.Namespace) -> None:
     from aspd_jax.configuration import read_config
     from aspd_jax.pipeline.build import build
     from aspd_jax.pipeline.data_config import DataConfig
-    from aspd_jax.pipeline.work import Shard
     from aspd_jax.sources import no_record
 
     config = read_config(DataConfig, options.config, options.overrides)
-    shard = Shard.parse(options.shard)
-    report = build(config, options.source, options.output, shard)
+    report = build(config, options.source, options.output)
     left_out = report.unreadable
-    if len(left_out) == report.records and (left_out or shard.total == 1):
+    if len(left_out) == report.records:
         raise no_record(options.source, left_out)
     print_left_out(left_out)
     print(report.markdown())

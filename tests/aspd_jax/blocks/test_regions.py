@@ -15,7 +15,7 @@ from aspd_jax.blocks.regions import regions_of
 from aspd_jax.blocks.spans import BlockSpan, BranchSpan
 from aspd_jax.pipeline import rule_stages
 from aspd_jax.pipeline.data_config import DataConfig, SelectSection
-from aspd_jax.pipeline.work import Answer, Shard, Work
+from aspd_jax.pipeline.work import Answer, Work
 
 THOUGHT = "So:\n\n1. red is warm\n2. blue is cold\n3. green is new\n"
 ANSWER = "1. **Red**: it is warm.\n2. **Blue**: it is cold.\n3. **Green**: it is new."
@@ -126,7 +126,7 @@ def test_a_lead_does_not_end_within_a_formula() -> None:
 
 def test_a_block_lies_in_one_region(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = "<think>First comes this one. Then comes that one.</think>\n\nHere is what I found."
-    work = Work(DataConfig(select=SelectSection(min_tokens=1)), "", Shard())
+    work = Work(DataConfig(select=SelectSection(min_tokens=1)), "")
     first, then, here = (answer.index(word) for word in ("First", "Then", "Here"))
     for start, middle, end, fits in ((first, then, answer.index("</think>"), True), (then, here, len(answer), False)):
         block = BlockSpan((BranchSpan("One", start, middle), BranchSpan("Two", middle, end)))
