@@ -87,20 +87,6 @@ def structure_of(answer: str, blocks: Sequence[BlockSpan]) -> Structure:
     return tuple(items)
 
 
-def end_like_siblings(answer: str, edges: Sequence[int]) -> int:
-    """Return the end of the last branch: with the white space that the branch before ends with, or without any.
-
-    Args:
-        answer: text of the answer.
-        edges: start of every branch, and the maximum end of the last one.
-    """
-    *_, before, start, end = edges
-    last = start + len(answer[start:end].rstrip())
-    sibling = answer[before:start]
-    gap = sibling[len(sibling.rstrip()) :]
-    return last + len(gap) if answer.startswith(gap, last) and last + len(gap) < len(answer) else last
-
-
 def spans_of(items: Sequence[Item], titles: Titles = "leads") -> tuple[BlockSpan, ...]:
     """Return the spans of a structured answer over its plain text.
 
