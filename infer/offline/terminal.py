@@ -1,4 +1,4 @@
-"""Answers on a terminal: streamed text, and branches side by side."""
+"""Answers on a terminal, while they are decoded."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TypeVar
 
-from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.live import Live
-from rich.panel import Panel
-from rich.text import Text
 
 from aspd_jax.errors import RequestError
+from aspd_jax.pictures import rendered
 from aspd_jax.progress import waiting
-from aspd_jax.structure import Parallel
-from infer.answers.answer import Result
 from infer.engine import Engine, Prompt
 from infer.request import Mode, SamplingParams
 
@@ -33,7 +29,7 @@ def print_growing(engine: Engine, prompt: Prompt, params: SamplingParams, mode: 
         results = _after_first(engine.stream(prompt, params, mode))
         with Live(console=console, refresh_per_second=20) as live:
             for last in results:
-                live.update(picture(last))
+                live.update(rendered(last.structure))
     else:
         for event in _after_first(engine.submit(prompt, params, mode, max_steps=1, stream="text")):
             last = event.result
@@ -50,24 +46,3 @@ def _after_first(parts: Iterable[Part]) -> Iterator[Part]:
     with waiting("answering"):
         first = next(iterator)
     return chain((first,), iterator)
-
-
-def picture(result: Result) -> RenderableType:
-    """Render an answer with the branches of each block side by side."""
-    parts: list[RenderableType] = []
-    for item in result.structure:
-        if isinstance(item, Parallel):
-            panels = [
-                Panel(
-                    Text(branch.text.strip().removeprefix(",").strip()),
-                    title=Text(branch.caption),
-                    title_align="left",
-                    width=36,
-                    border_style="cyan",
-                )
-                for branch in item.branches
-            ]
-            parts.append(Columns(panels))
-        else:
-            parts.append(Text(item.text.rstrip("\n")))
-    return Group(*parts)
