@@ -11,6 +11,8 @@ from typing import Any
 from aspd_jax.blocks.checks import asked_for, find_defect
 from aspd_jax.blocks.extract import propose
 from aspd_jax.blocks.leads import with_leads
+from aspd_jax.blocks.spans import BlockSpan
+from aspd_jax.errors import StructureError
 
 OTHER_NUMBER = "answers with another number of items than the question asks for"
 
@@ -39,13 +41,21 @@ def check_lists(messages: Sequence[str], text: str) -> ListChecks:
         messages: the messages before the answer.
         text: plain text of the answer.
     """
-    blocks = [with_leads(text, block) for block in next(iter(propose(text)), ())]
+    blocks = next(iter(propose(text)), ())
     sizes, asked = [len(block.branches) for block in blocks], asked_for(messages)
-    reasons = filter(None, (find_defect(text, block) for block in blocks))
+    reasons = filter(None, (_defect(text, block) for block in blocks))
     defects = Counter(f"lists: {reason.partition(':')[0]}" for reason in reasons)
     if sizes and asked is not None and asked not in sizes:
         defects[OTHER_NUMBER] = 1
     return ListChecks(len(sizes), sum(sizes), asked, defects)
+
+
+def _defect(text: str, block: BlockSpan) -> str | None:
+    """Return the first defect of a list, or None."""
+    try:
+        return find_defect(text, with_leads(text, block))
+    except StructureError as error:
+        return f"not well formed: {error}"
 
 
 @dataclass(frozen=True)

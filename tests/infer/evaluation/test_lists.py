@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from aspd_jax.errors import StructureError
+from infer.evaluation import lists
 from infer.evaluation.lists import OTHER_NUMBER, ListPair, check_lists, lists_lines
 
 GOOD = "Tips:\n\n1. **Sleep**: Eight hours.\n\n2. **Eat**: No sugar.\n\n3. **Walk**: Each day.\n\nThat is all."
@@ -33,6 +35,15 @@ def test_defects(kind: str, text: str) -> None:
     assert check_lists(messages, text).defects == {kind: 1}
     assert not check_lists(messages, GOOD).defects and not check_lists(messages, "No list.").defects
     assert check_lists(["Give me tips."], text).defects == ({} if kind == OTHER_NUMBER else {kind: 1})
+
+
+def test_a_list_without_leads_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise StructureError("the lead ends in another part")
+
+    monkeypatch.setattr(lists, "with_leads", refuse)
+    checks = check_lists(["Give me tips."], GOOD)
+    assert (checks.lists, checks.items, checks.defects) == (1, 3, {"lists: not well formed": 1})
 
 
 def test_counts() -> None:
