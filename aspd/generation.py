@@ -29,18 +29,6 @@ if TYPE_CHECKING:  # these are slow to import
     from infer.offline.batch import Job, Outcome
     from infer.request import SamplingParams
 
-# The embedded model knows synthetic tasks: a block of short branches, a block of long ones, and a serial chain.
-TASKS = (
-    "Run the machines.\nA starts at 4: double, add 9, take 8\nB starts at 17: add 9, add 2, double\n"
-    "C starts at 1: double, double, add 4, add 3\nD starts at 18: add 2, take 9, take 2, take 9\n"
-    "E starts at 10: double\nF starts at 18: double, double\nWhich result is the highest?",
-    "Facts:\nMax: baker, Rome, 94, chess\nPia: miner, Bern, 65, dancing\nCleo: judge, Cairo, 87, dancing, parrot\n"
-    "Dan: baker, Oslo, 59, dancing, cat\nOtto: singer, Perth, 31, fishing, hamster\n"
-    "Eve: tailor, Riga, 73, chess, cat\nWrite a letter to each:\nMax\nCleo\nEve\nPia",
-    "Run the machines.\nA starts at 20: double, double\nB takes the result of A: take 7, take 3\n"
-    "C takes the result of B: take 8, take 2\nD takes the result of C: take 7\nE takes the result of D: add 2",
-)
-
 
 def add(commands: Any) -> None:
     """Add the commands `generate` and `demo`."""
@@ -95,13 +83,7 @@ def add(commands: Any) -> None:
     generate.add_argument("--json", action="store_true", help="print text, structure, token ids and statistics as JSON")
     sampling_options(generate)
 
-    demo = command(commands, "demo", run_demo, "Compare steps and seconds of serial and parallel decoding.")
-    demo.add_argument(
-        "questions",
-        nargs="*",
-        metavar="QUESTION",
-        help="questions to answer in both modes; default: a record, a list and decisions",
-    )
+    demo = command(commands, "demo", run_demo, "Decode a record, a list and decisions serially and in parallel.")
     model_options(demo)
 
 
@@ -238,17 +220,8 @@ def run_demo(options: argparse.Namespace) -> None:
     name = model_name(options)
     with waiting(f"loading {name}"):
         from aspd_jax import load_model
-        from aspd_jax.formats import EMBEDDED
 
         lm = load_model(name, options.dtype, adapter=options.adapter)
-    from infer import SamplingParams
     from infer.offline.demonstration import demonstrate
-    from infer.offline.terminal import compare_modes
 
-    questions = options.questions or (TASKS if name in EMBEDDED else ())
-    if not questions:
-        demonstrate(lm, options.max_length)
-        return
-    # Small chat models repeat themselves in greedy decoding, in both modes.
-    params = SamplingParams(repetition_penalty=1.0 if name in EMBEDDED else 1.1, max_new_tokens=512)
-    compare_modes(lm, questions, params, options.max_length)
+    demonstrate(lm, options.max_length)

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from aspd_jax.errors import ConversationError
+from aspd_jax.errors import ConversationError, check_unicode
 from aspd_jax.tokens import TAGS, TextCodec
 
 _TAG = re.compile("({})".format("|".join(map(re.escape, TAGS.values()))))
@@ -51,10 +51,7 @@ class Chat:
         parts = {"messages": messages, "tools": tools}
         for where, part in ((f"{name}[{n}]", part) for name, values in parts.items() for n, part in enumerate(values)):
             said = "".join(_strings(part))
-            try:
-                said.encode()
-            except UnicodeEncodeError:
-                raise ConversationError(f"{where}: expected Unicode text, got an unpaired surrogate") from None
+            check_unicode(said, where)
             while self._sign in said:
                 self._sign += "\ue000"
         _check_variables(tokenizer, variables)
@@ -247,10 +244,7 @@ def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
             raise ConversationError(f"{where}: expected a variable of the chat template, got a name of its renderer")
         if not isinstance(value, (str, bool, int, float, type(None))):
             raise ConversationError(f"{where}: expected a string, number, boolean or null, got {type(value).__name__}")
-        try:
-            f"{name}{value}".encode()
-        except UnicodeEncodeError:
-            raise ConversationError("chat_template_kwargs: expected Unicode text, got an unpaired surrogate") from None
+        check_unicode(f"{name}{value}", "chat_template_kwargs")
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
@@ -371,10 +365,7 @@ def encode_prompt(tokenizer: Any, codec: TextCodec, text: str) -> list[int]:
     Raises:
         ConversationError: the text is not valid Unicode.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ConversationError("prompt: expected Unicode text, got an unpaired surrogate") from None
+    check_unicode(text, "prompt")
     first, *others = _TAG.split(text)
     whole, bare = tokenizer(first)["input_ids"], tokenizer.encode(first, add_special_tokens=False)
     return [*_begin_once(whole, bare), *_encode_alternating(tokenizer, codec, ["", *others])]

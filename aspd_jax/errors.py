@@ -1,4 +1,7 @@
-"""Errors that a user can cause and correct. The `aspd` command prints their message without a traceback."""
+"""Errors that a user can cause and correct, and a check that raises one.
+
+The `aspd` command prints their message without a traceback.
+"""
 
 
 class AspdError(Exception):
@@ -35,3 +38,15 @@ class RequestError(AspdError, ValueError):
 
 class ConversationError(DataError, RequestError):
     """A chat template cannot render a conversation, because the record or request that holds it is not valid."""
+
+
+def check_unicode(text: str, where: str) -> None:
+    """Check that the text of a record or request can be encoded as UTF-8.
+
+    Raises:
+        ConversationError: the text contains an unpaired surrogate.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConversationError(f"{where}: expected Unicode text, got an unpaired surrogate") from None

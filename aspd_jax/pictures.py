@@ -1,8 +1,13 @@
-"""HTML of structured answers with branches side by side, and the colours of branches."""
+"""Structured answers with branches side by side, on a terminal and as HTML; the colours of branches."""
 
 from __future__ import annotations
 
 from html import escape
+
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
 
 from aspd_jax.structure import Parallel, Structure
 
@@ -30,6 +35,22 @@ th, code { background: #8882; }
 def branch_colour(number: int) -> str:
     """Return the colour of a branch by its number from 0; adjacent siblings have different colours."""
     return COLOURS[number % len(COLOURS)]
+
+
+def rendered(structure: Structure) -> RenderableType:
+    """Return a structured answer for a terminal, the branches of a block side by side."""
+    parts: list[RenderableType] = []
+    for item in structure:
+        if not isinstance(item, Parallel):
+            parts.append(Text(item.text.strip("\n")))
+            continue
+        panels = []
+        for number, branch in enumerate(item.branches):
+            text, colour = branch.text.strip().removeprefix(",").strip(), branch_colour(number)
+            title = Text(branch.caption, style=colour)
+            panels.append(Panel(Text(text), title=title, title_align="left", width=36, border_style=colour))
+        parts.append(Columns(panels))
+    return Group(*parts)
 
 
 def answer_html(structure: Structure) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
-from aspd_jax.errors import AspdError, DataError
+from aspd_jax.errors import AspdError, DataError, check_unicode
 from aspd_jax.jsonl import BOM, Line, parse_json, read_line, read_lines
 from aspd_jax.partitions import is_url, partitions
 from aspd_jax.record_fields import (
@@ -211,7 +211,7 @@ def conversation(row: Any, number: int) -> Conversation | Unreadable:
         read = {"structure"}
         messages = _with_structure(_messages(row, read), row.get("structure"))
         for place, (_, content, _) in enumerate(messages):
-            check_text(content, f"messages[{place}]")
+            check_unicode(content, f"messages[{place}]")
         last = max((place for place, message in enumerate(messages) if message.role == "assistant"), default=-1)
         kept = messages[: last + 1]
         if not any(message.role == "assistant" and message.content.strip() for message in kept):
@@ -410,15 +410,3 @@ def no_record(source: str, left_out: Sequence[str]) -> DataError:
     """
     first = f"; the first: {left_out[0]}" if left_out else ""
     return DataError(f"{source}: no record can be used{first}")
-
-
-def check_text(text: str, where: str) -> None:
-    """Check that text can be encoded as UTF-8.
-
-    Raises:
-        DataError: the text contains a lone surrogate.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise DataError(f"{where}: expected Unicode text, got an unpaired surrogate") from None

@@ -132,8 +132,8 @@ class TextCodec:
         byte_ids = [self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         self._byte_ids = [i for i in byte_ids if i is not None]
         self._space_id = self._backend.token_to_id(SPACE)
-        self._decoder = self._backend.decoder
-        self._steps = set() if self._decoder is None else set(_kinds(json.loads(self._decoder.__getstate__())))
+        decoder = self._backend.decoder
+        self._steps = set() if decoder is None else set(_kinds(json.loads(decoder.__getstate__())))
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a segment.
@@ -211,38 +211,27 @@ class TextCodec:
     @cached_property
     def drops_space(self) -> bool:
         """Return whether decoding drops a space at the beginning of a segment."""
-        return self.decode(self.byte_tokens.encode(" a")) == "a"
+        return self._space_id is not None and not self.decode([self._space_id])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of a segment; special tokens are skipped, and bytes that are no character are U+FFFD."""
         tokens = [int(i) for i in ids]
-        text = self._backend.decode(tokens, skip_special_tokens=True)
-        if INVALID in text and self.has_byte_tokens:
+        text = str(self._backend.decode(tokens, skip_special_tokens=True))
+        if INVALID in text and "ByteFallback" in self._steps:
             # Of a run of byte tokens that is not UTF-8, `tokenizers` replaces the valid characters, too.
-            characters = _Characters()
-            pieces = [piece for token in self.spellings(tokens) for piece in characters.take(token)]
-            text = self.join([token for piece in (*pieces, *characters.end()) for token in piece])
+            text = self.spelled(tokens).decode(errors="replace")
+            text = text.removeprefix(" ") if self.drops_space else text
         return text
 
     @property
-    def is_byte_level(self) -> bool:
-        """Return whether the characters of the vocabulary stand for bytes (GPT-2)."""
-        return "ByteLevel" in self._steps
+    def has_spelled_bytes(self) -> bool:
+        """Return whether the spellings of tokens determine their bytes: byte-level BPE, or byte fallback."""
+        return not self._steps.isdisjoint(("ByteLevel", "ByteFallback"))
 
-    @property
-    def has_byte_tokens(self) -> bool:
-        """Return whether tokens such as `<0x0A>` are bytes (SentencePiece with byte fallback)."""
-        return "ByteFallback" in self._steps
-
-    def spellings(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yield the spelling in the vocabulary of each token that has a text."""
-        for number in ids:
-            if number not in self.special_ids and (token := self._backend.id_to_token(int(number))) is not None:
-                yield token
-
-    def join(self, tokens: Sequence[str]) -> str:
-        """Return the text of tokens, given by their spellings."""
-        return " ".join(tokens) if self._decoder is None else str(self._decoder.decode(list(tokens)))
+    def spelled(self, ids: Iterable[int]) -> bytes:
+        """Return the bytes of tokens by their spellings in the vocabulary; special tokens have none."""
+        spellings = (self._backend.id_to_token(int(i)) or "" for i in ids if int(i) not in self.special_ids)
+        return b"".join(map(_alphabet_bytes if "ByteLevel" in self._steps else _fallback_bytes, spellings))
 
     def text_of(self, segment: SerialIds) -> str:
         """Return the text of a segment, its lead included."""
@@ -295,10 +284,9 @@ class TextStream:
 
     def __init__(self, codec: TextCodec) -> None:
         self.text = ""
-        self._codec, self._count = codec, 0
+        self._codec, self._count, self._ids = codec, 0, list[int]()
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
-        self._characters = _Characters()
-        self._before: list[str] = []  # tokens of the last piece, because the first one of a text may lose a space
+        self._drops_space = codec.drops_space
 
     def extend(self, ids: Sequence[int]) -> None:
         """Decode the new tokens of the segment, and add their text to `text`.
@@ -311,54 +299,26 @@ class TextStream:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the next tokens of the segment, as far as it is certain."""
-        pieces = []
-        for token in self._codec.spellings(ids):
-            if self._codec.is_byte_level:
-                pieces.append(self._bytes.decode(_bytes_of(token)))
-                continue
-            for piece in self._characters.take(token) if self._codec.has_byte_tokens else [[token]]:
-                pieces.append(self._codec.join([*self._before, *piece])[len(self._codec.join(self._before)) :])
-                self._before = piece
-        return "".join(pieces)
+        if not self._codec.has_spelled_bytes:
+            before = self._codec.decode(self._ids)
+            self._ids += ids
+            return self._codec.decode(self._ids)[len(before) :]
+        text = self._bytes.decode(self._codec.spelled(ids))
+        if text and self._drops_space:
+            text, self._drops_space = text.removeprefix(" "), False
+        return text
 
 
-class _Characters:
-    """Incremental division of tokens into pieces that are whole characters, for tokenizers with byte fallback."""
-
-    def __init__(self) -> None:
-        self._open: list[str] = []  # byte tokens of an unfinished character
-
-    def take(self, token: str) -> Iterator[list[str]]:
-        """Yield the pieces that a further token completes; every byte that is no character is `INVALID`."""
-        byte = _BYTE.fullmatch(token)
-        if byte is None:
-            yield from (*self.end(), [token])
-            return
-        tokens = [*self._open, token]
-        try:
-            bytes(int(token[3:5], 16) for token in tokens).decode()
-        except UnicodeDecodeError as error:
-            if error.reason == "unexpected end of data":
-                self._open = tokens
-            elif self._open:
-                yield from (*self.end(), *self.take(token))
-            else:
-                yield [INVALID]
-        else:
-            self._open = []
-            yield tokens
-
-    def end(self) -> list[list[str]]:
-        """Return the pieces of the bytes that are held back at the end of a text."""
-        pieces, self._open = [[INVALID]] * len(self._open), []
-        return pieces
-
-
-def _bytes_of(token: str) -> bytes:
-    """Return the bytes of a token of a byte-level tokenizer, by its spelling."""
+def _alphabet_bytes(token: str) -> bytes:
+    """Return the bytes of a token of a byte-level tokenizer (GPT-2), by its spelling."""
     if all(character in _ALPHABET for character in token):
         return bytes(_ALPHABET[character] for character in token)
     return token.encode()
+
+
+def _fallback_bytes(token: str) -> bytes:
+    """Return the bytes of a token of a tokenizer with byte fallback (SentencePiece), by its spelling."""
+    return bytes([int(token[3:5], 16)]) if _BYTE.fullmatch(token) else token.replace(SPACE, " ").encode()
 
 
 def _kinds(decoder: dict[str, Any]) -> Iterator[str]:

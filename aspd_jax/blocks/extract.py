@@ -18,7 +18,7 @@ from markdown_it.token import Token
 
 from aspd_jax.blocks.markers import Marker, marker_of
 from aspd_jax.blocks.regions import regions_of
-from aspd_jax.blocks.spans import BlockSpan, BranchSpan, end_like_siblings, shifted
+from aspd_jax.blocks.spans import BlockSpan, BranchSpan, shifted
 from aspd_jax.blocks.titles import titles_of
 
 _NEWLINE = re.compile(r"\r\n?|\n")  # ends of lines in the Markdown parser
@@ -377,6 +377,5 @@ def _block(lines: _Lines, starts: Sequence[int], end: int) -> BlockSpan | None:
         titles, edges = titles[:-1], edges[:-1]
     if len(titles) < 2 or not all(titles):
         return None
-    edges[-1] = end_like_siblings(lines.answer, edges)
     spans = zip(titles, pairwise(edges), strict=True)
     return BlockSpan(tuple(BranchSpan(title, first, after) for title, (first, after) in spans))

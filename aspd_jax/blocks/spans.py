@@ -87,20 +87,6 @@ def structure_of(answer: str, blocks: Sequence[BlockSpan]) -> Structure:
     return tuple(items)
 
 
-def end_like_siblings(answer: str, edges: Sequence[int]) -> int:
-    """Return the end of the last branch: with the white space that the branch before ends with, or without any.
-
-    Args:
-        answer: text of the answer.
-        edges: start of every branch, and the maximum end of the last one.
-    """
-    *_, before, start, end = edges
-    last = start + len(answer[start:end].rstrip())
-    sibling = answer[before:start]
-    gap = sibling[len(sibling.rstrip()) :]
-    return last + len(gap) if answer.startswith(gap, last) and last + len(gap) < len(answer) else last
-
-
 def spans_of(items: Sequence[Item], titles: Titles = "leads") -> tuple[BlockSpan, ...]:
     """Return the spans of a structured answer over its plain text.
 
@@ -122,9 +108,3 @@ def spans_of(items: Sequence[Item], titles: Titles = "leads") -> tuple[BlockSpan
             place += len(branch.text)
         blocks.append(BlockSpan(tuple(branches)))
     return tuple(blocks)
-
-
-def form_of_titles(items: Sequence[Item]) -> Titles:
-    """Return the form of the titles of a structured answer: leads, unless a text does not begin with its title."""
-    branches = [branch for item in items if not isinstance(item, Serial) for branch in item.branches]
-    return "names" if any(branch.caption for branch in branches) else "leads"

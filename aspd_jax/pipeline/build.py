@@ -20,20 +20,19 @@ from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.data_report import Report
 from aspd_jax.pipeline.entries import Entry, entry_of
 from aspd_jax.pipeline.sets import Survey, write
-from aspd_jax.pipeline.work import WHOLE, Shard, Work
+from aspd_jax.pipeline.work import Work
 from aspd_jax.progress import Bar, waiting
 
 CHUNK = 256  # records that the journal makes durable at once; a killed run repeats fewer than these
 
 
-def build(config: DataConfig, source: str, output: Path, shard: Shard = WHOLE, progress: bool = True) -> Report:
+def build(config: DataConfig, source: str, output: Path, progress: bool = True) -> Report:
     """Run all stages and write `structured.jsonl`, `plain.jsonl`, `rejected.jsonl`, `report.md` and `report.json`.
 
     Args:
         config: configuration of the pipeline.
         source: path or name of the records, see `read_records`.
         output: folder of the results, and of the journal until they are written.
-        shard: part of the records to process.
         progress: whether to show progress bars.
 
     Returns:
@@ -43,8 +42,8 @@ def build(config: DataConfig, source: str, output: Path, shard: Shard = WHOLE, p
         AspdError: the source cannot be read, a setting is not valid, or the journal belongs to a run with other
             settings or another source.
     """
-    work = Work(config, source, shard)
-    journal = output / shard.name("entries", ".journal")
+    work = Work(config, source)
+    journal = output / "entries.journal"
     with writing(output), exclusive(journal):  # other processes with this journal wait
         with waiting(f"reading {source}", progress):
             total, settings = _read_source(work)

@@ -21,7 +21,6 @@ class SelectSection:
         as_asked: whether records are left out of both sets if their question asks for a number of parts that no block
             of the answer has.
         per_question: maximum records with the same messages before the last answer, those with the best blocks; 0: all.
-            Records are compared within a shard.
         serial_kinds: kinds of questions (the field `kind` of records) whose answers are kept without a block; empty:
             all. Otherwise the model learns prose for questions that request lists. Lists that a rule finds dependent
             are kept as serial text for every kind: they teach when not to fork.

@@ -109,7 +109,7 @@ class Report:
             f"| left out: {what} | {self.failed[stage]} |" for stage, what in descriptions.items() if self.failed[stage]
         ]
         lines += [f"| … {reason} | {count} |" for reason, count in self.reasons.most_common()]
-        lines += ["", *statistics_table(self.statistics())]
+        lines += ["", *_statistics_table(self.statistics())]
         return "\n".join(lines) + "\n"
 
 
@@ -133,7 +133,7 @@ def statistics(answers: Sequence[Measures]) -> dict[str, Any]:
     }
 
 
-def statistics_table(found: dict[str, Any]) -> list[str]:
+def _statistics_table(found: dict[str, Any]) -> list[str]:
     """Return the lines of a Markdown table of `statistics`."""
     quantiles = ", ".join(f"{v:.2f}x" for v in found["ideal_speedup_quantiles"]) or "none"
     return [

@@ -16,7 +16,7 @@ from aspd_jax.blocks.checks import asked_for
 from aspd_jax.blocks.measures import Measures, best, measure
 from aspd_jax.blocks.spans import BlockSpan, structure_of
 from aspd_jax.pipeline.rule_stages import check, propose_by_rules
-from aspd_jax.pipeline.work import Answer, Candidate, Work, answers_of
+from aspd_jax.pipeline.work import Answer, Work, answers_of
 from aspd_jax.sources import Conversation, Unreadable
 from aspd_jax.structure import to_json
 
@@ -27,14 +27,12 @@ class Selection(NamedTuple):
     Attributes:
         blocks: its blocks; empty: the answer is serial.
         measures: measures of the answer.
-        source: source of the candidate; empty: there is none.
         proposed: number of blocks of all candidates.
         rejected: rejected candidates and blocks, with `stage` and `reason`.
     """
 
     blocks: tuple[BlockSpan, ...]
     measures: Measures
-    source: str
     proposed: int
     rejected: list[dict[str, Any]]
 
@@ -104,34 +102,33 @@ def line(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False) + "\n"
 
 
-def _unfit(work: Work, answer: Answer, candidates: Sequence[Candidate]) -> str | None:
+def _unfit(work: Work, answer: Answer, candidates: Sequence[tuple[BlockSpan, ...]]) -> str | None:
     """Return the reason why the record of an answer belongs to neither set, whatever its structure, or None."""
     if work.config.select.as_asked and (asked := asked_for(answer.messages)):
-        sizes = {len(block.branches) for candidate in candidates for block in candidate.blocks}
+        sizes = {len(block.branches) for candidate in candidates for block in candidate}
         if sizes and asked not in sizes:
             return f"its question asks for {asked}, and its blocks have {', '.join(map(str, sorted(sizes)))}"
     return None
 
 
 def _select(
-    work: Work, answer: Answer, candidates: Sequence[Candidate], refused: Sequence[dict[str, Any]]
+    work: Work, answer: Answer, candidates: Sequence[tuple[BlockSpan, ...]], refused: Sequence[dict[str, Any]]
 ) -> Selection:
     rejected = list(refused)
     surviving: list[tuple[BlockSpan, ...]] = []
     for candidate in candidates:
-        both = [(block, check(work, answer, block)) for block in candidate.blocks]
+        both = [(block, check(work, answer, block)) for block in candidate]
         surviving.append(tuple(block for block, failure in both if failure is None))
         for block, failure in both:
             if failure is not None:
-                where = {"source": candidate.source, "start": block.start, "end": block.end}
-                rejected.append(failure | where | {"titles": [branch.title for branch in block.branches]})
+                titles = [branch.title for branch in block.branches]
+                rejected.append(failure | {"start": block.start, "end": block.end, "titles": titles})
     measures = [measure(answer.text, blocks, work.count) for blocks in surviving]
     chosen = best(measures)
     return Selection(
         () if chosen is None else surviving[chosen],
         measure(answer.text, (), work.count) if chosen is None else measures[chosen],
-        "" if chosen is None else candidates[chosen].source,
-        sum(len(candidate.blocks) for candidate in candidates),
+        sum(map(len, candidates)),
         rejected,
     )
 
@@ -153,8 +150,8 @@ def _entry(
         rejected += [{"message": place} | rejection for rejection in chosen.rejected]
         structured[place] = {"role": "assistant", "structure": to_json(structure_of(answer.text, chosen.blocks))}
         speedup = {"ideal_speedup": round(chosen.measures.ideal_speedup, 3)}
-        detail = {"source": chosen.source, "measures": chosen.measures._asdict() | speedup}
-        details.append({"message": place} | detail | {"rejected": chosen.rejected})
+        measures = chosen.measures._asdict() | speedup
+        details.append({"message": place, "measures": measures, "rejected": chosen.rejected})
     forked = any(chosen.blocks for chosen in selections)
     rejections = [rejection for chosen in selections for rejection in chosen.rejected]
     defects = [rejection["reason"] for rejection in rejections if rejection["stage"] == "defect"]

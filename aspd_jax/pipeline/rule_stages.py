@@ -5,17 +5,17 @@ Results depend only on the configuration and on one answer (protocol, section 7)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from aspd_jax.blocks.checks import find_defect, find_dependence
 from aspd_jax.blocks.extract import propose
+from aspd_jax.blocks.leads import with_leads
 from aspd_jax.blocks.measures import saved
 from aspd_jax.blocks.regions import regions_of
 from aspd_jax.blocks.spans import BlockSpan, structure_of
 from aspd_jax.errors import StructureError
-from aspd_jax.pipeline.leads import with_leads
-from aspd_jax.pipeline.work import Answer, Candidate, Work
+from aspd_jax.pipeline.work import Answer, Work
 from aspd_jax.structure import plain_text
 
 
@@ -23,42 +23,40 @@ class Proposals(NamedTuple):
     """Candidates for the blocks of an answer.
 
     Attributes:
-        candidates: well-formed candidates with leads.
-        rejected: rejected candidates, with `stage`, `source` and `reason`.
+        candidates: well-formed candidates, each the blocks in order, with leads.
+        rejected: rejected candidates, with `stage` and `reason`.
     """
 
-    candidates: Sequence[Candidate] = ()
-    rejected: Sequence[dict[str, Any]] = ()
+    candidates: Sequence[tuple[BlockSpan, ...]] = ()
+    rejected: Sequence[dict[str, str]] = ()
 
 
 def propose_by_rules(work: Work, answer: Answer) -> Proposals:
-    """Return the candidates that the form of an answer proposes, and the rejected ones; none for an empty answer."""
-    if not answer.text.strip():
+    """Return the candidates that the form of an answer proposes, and the rejected ones; none for an empty answer.
+
+    The plain text of a candidate is the answer.
+    """
+    text = answer.text
+    if not text.strip():
         return Proposals()
-    tokens, least = work.count(answer.text), work.config.select.min_tokens
+    tokens, least = work.count(text), work.config.select.min_tokens
     if tokens < least:
         reason = f"{tokens} tokens, fewer than select.min_tokens ({least})"
-        return Proposals(rejected=[{"stage": "short", "source": "", "reason": reason}])
-    candidates = [Candidate(f"form {number}", blocks) for number, blocks in enumerate(propose(answer.text), 1)]
-    return well_formed(answer.text, candidates)
-
-
-def well_formed(text: str, candidates: Iterable[Candidate]) -> Proposals:
-    """Return the candidates with leads whose plain text is the answer, and the others with their reasons."""
-    kept: list[Candidate] = []
-    rejected: list[dict[str, Any]] = []
-    for candidate in candidates:
+        return Proposals(rejected=[{"stage": "short", "reason": reason}])
+    kept: list[tuple[BlockSpan, ...]] = []
+    rejected: list[dict[str, str]] = []
+    for proposed in propose(text):
         try:
-            for block in candidate.blocks:
+            for block in proposed:
                 if any(block.start < end and start < block.end for start, end in regions_of(text).tags):
                     raise StructureError("a block reaches from one region into another, such as from a thought")
-            blocks = tuple(with_leads(text, block) for block in candidate.blocks)
+            blocks = tuple(with_leads(text, block) for block in proposed)
             if plain_text(structure_of(text, blocks)) != text:
                 raise StructureError("its plain text is not the answer")
         except StructureError as error:
-            rejected.append({"stage": "integrity", "source": candidate.source, "reason": str(error)})
+            rejected.append({"stage": "integrity", "reason": str(error)})
             continue
-        kept.append(Candidate(candidate.source, blocks))
+        kept.append(blocks)
     return Proposals(kept, rejected)
 
 

@@ -52,7 +52,7 @@ def write(work: Work, output: Path, survey: Survey, entries: Iterable[Entry]) ->
     """Write the sets, the rejected records and blocks, and the report, each file atomically.
 
     Args:
-        work: configuration and shard.
+        work: configuration and source.
         output: folder of the files.
         survey: comparison of the records of all entries.
         entries: entries in the order of the source.
@@ -66,7 +66,7 @@ def write(work: Work, output: Path, survey: Survey, entries: Iterable[Entry]) ->
     select = work.config.select
     others = survey.others(select.per_question)
     share = survey.share(others, select.serial_ratio)
-    files = {name: output / work.shard.name(name, ".jsonl") for name in ("structured", "plain", "rejected")}
+    files = {name: output / f"{name}.jsonl" for name in ("structured", "plain", "rejected")}
     with ExitStack() as stack:
         handles = {name: stack.enter_context(replacing(file)) for name, file in files.items()}
         for entry in entries:
@@ -84,7 +84,7 @@ def write(work: Work, output: Path, survey: Survey, entries: Iterable[Entry]) ->
                 handles["structured"].write(entry.structured)
                 report.answers += [of.measures for of in entry.selections]
     for suffix, text in ((".json", json.dumps(report.as_dict(), indent=1)), (".md", report.markdown())):
-        write_whole(output / work.shard.name("report", suffix), text)
+        write_whole(output / f"report{suffix}", text)
     return report
 
 

@@ -7,15 +7,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from aspd_jax.errors import DataError
 from aspd_jax.jsonl import read_lines
-from aspd_jax.pictures import answer_html, branch_colour, page
+from aspd_jax.pictures import answer_html, page, rendered
 from aspd_jax.sources import Unreadable, conversation
-from aspd_jax.structure import Serial, Structure
 
 
 def read_structured(file: Path, left_out: list[str]) -> Iterator[dict[str, Any]]:
@@ -44,18 +42,6 @@ def read_structured(file: Path, left_out: list[str]) -> Iterator[dict[str, Any]]
         yield value | {"messages": messages, "answers": answers, "pipeline": details}
 
 
-def find(file: Path, name: str, left_out: list[str]) -> dict[str, Any]:
-    """Return the record with an id; `left_out` as in `read_structured`.
-
-    Raises:
-        DataError: no record has this id.
-    """
-    for record in read_structured(file, left_out):
-        if str(record.get("id")) == name:
-            return record
-    raise DataError(f"{file}: expected a record with id {name!r}, got none")
-
-
 def show(record: dict[str, Any], console: Console) -> None:
     """Print a record: questions, answers with coloured branches, and rejected blocks with their reasons."""
     answers = dict(record["answers"])
@@ -64,29 +50,16 @@ def show(record: dict[str, Any], console: Console) -> None:
         if place not in answers:
             console.print(Panel(Text(message["content"]), title=message["role"], title_align="left"))
             continue
-        console.print(_answer(answers[place]))
+        console.print(rendered(answers[place]))
         for line in _notes(details.get(place, {})):
             console.print(Text(line, style="dim"))
-
-
-def _answer(structure: Structure) -> RenderableType:
-    parts: list[RenderableType] = []
-    for item in structure:
-        if isinstance(item, Serial):
-            parts.append(Text(item.text.strip("\n")))
-            continue
-        for number, branch in enumerate(item.branches):
-            colour = branch_colour(number)
-            text = Text(branch.text.strip("\n"))
-            parts.append(Panel(text, title=Text(branch.caption, style=colour), title_align="left", border_style=colour))
-    return Group(*parts)
 
 
 def _notes(detail: dict[str, Any]) -> Iterator[str]:
     if measures := detail.get("measures"):
         yield (
             f"{measures['tokens']} tokens, {measures['blocks']} blocks, {measures['branches']} branches, "
-            f"ideal speed-up {measures['ideal_speedup']:.2f}x; from {detail['source'] or 'no candidate'}"
+            f"ideal speed-up {measures['ideal_speedup']:.2f}x"
         )
     for rejection in detail.get("rejected", []):
         titles = " | ".join(rejection.get("titles", []))

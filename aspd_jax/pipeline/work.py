@@ -4,52 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import islice
 from typing import NamedTuple
 
 from aspd_jax.blocks.checks import repetition
 from aspd_jax.blocks.measures import Count, estimate_tokens
-from aspd_jax.blocks.spans import BlockSpan
 from aspd_jax.errors import ConfigError
 from aspd_jax.pipeline.data_config import DataConfig
-from aspd_jax.sources import Conversation, Unreadable, read_rows, record_of
+from aspd_jax.sources import Conversation, Unreadable, read_records
 
 COUNTS = 1 << 10  # texts whose number of tokens is kept
-
-
-class Shard(NamedTuple):
-    """The part of the records that a process works on.
-
-    Attributes:
-        number: index of the first record.
-        total: number of shards; the shard has every `total`-th record.
-    """
-
-    number: int = 0
-    total: int = 1
-
-    @staticmethod
-    def parse(text: str) -> Shard:
-        """Parse `i/n`.
-
-        Raises:
-            ConfigError: the text has another form, or i is not less than n.
-        """
-        number, found, total = text.partition("/")
-        if not (found and number.isdigit() and total.isdigit() and int(number) < int(total)):
-            raise ConfigError(f"--shard: expected I/N with I from 0 to N - 1, got {text!r}")
-        return Shard(int(number), int(total))
-
-    def name(self, stem: str, suffix: str) -> str:
-        """Return the name of a file of this shard."""
-        return f"{stem}{suffix}" if self.total == 1 else f"{stem}-{self.number:05d}-of-{self.total:05d}{suffix}"
-
-    def records(self, source: str) -> Iterator[Conversation | Unreadable]:
-        """Yield the records of this shard."""
-        return map(record_of, islice(read_rows(source), self.number, None, self.total))
-
-
-WHOLE = Shard()
 
 
 class Answer(NamedTuple):
@@ -62,18 +25,6 @@ class Answer(NamedTuple):
 
     messages: tuple[str, ...]
     text: str
-
-
-class Candidate(NamedTuple):
-    """Blocks proposed for an answer.
-
-    Attributes:
-        source: source of the blocks, such as `form 1`.
-        blocks: the blocks in order.
-    """
-
-    source: str
-    blocks: tuple[BlockSpan, ...]
 
 
 def answers_of(record: Conversation) -> Iterator[tuple[int, Answer]]:
@@ -103,12 +54,11 @@ def counter(folder: str) -> Count:
 
 
 class Work:
-    """The records of a shard, and what their stages share.
+    """The records of a run, and what their stages share.
 
     Args:
         config: configuration of the pipeline.
         source: path or name of the records.
-        shard: part of the records to process.
 
     Attributes:
         count: function that counts the tokens of a text.
@@ -117,13 +67,13 @@ class Work:
         ConfigError: the checkpoint that counts tokens has no tokenizer.
     """
 
-    def __init__(self, config: DataConfig, source: str, shard: Shard) -> None:
-        self.config, self.source, self.shard = config, source, shard
+    def __init__(self, config: DataConfig, source: str) -> None:
+        self.config, self.source = config, source
         self.count = counter(config.select.tokenizer)
 
     def records(self) -> Iterator[Conversation | Unreadable]:
-        """Yield the records of this shard."""
-        return self.shard.records(self.source)
+        """Yield the records of the source."""
+        return read_records(self.source)
 
     def repetitive(self, record: Conversation) -> str | None:
         """Return the reason why a record is left out before all stages, because an answer repeats itself, or None."""

@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from aspd_jax.language_model import LanguageModel
+from aspd_jax.pictures import rendered
 from aspd_jax.progress import programs_compiled, waiting
 from infer.answers.answer import Result, content_ids
 from infer.decisions import Decision, Option, Question
 from infer.engine import Engine
-from infer.offline.terminal import picture
 from infer.request import Fields, SamplingParams
 
 MAX_LENGTH = 512  # tokens; a longer cache would need a second set of programs
@@ -144,7 +144,7 @@ def demonstrate_list(console: Console, engine: Engine) -> Compared:
     result, seconds = _measure(engine, lambda: engine.generate([messages], params, "adaptive")[0])
     forced = params.saying(content_ids(engine.config, result))
     same, longer = _measure(engine, lambda: engine.generate([messages], forced, "serial")[0])
-    console.print(picture(result))
+    console.print(rendered(result.structure))
     costs = Cost(same.stats.steps, longer), Cost(result.stats.steps, seconds)
     table = Table("the same text", "serial", "parallel")
     _add_costs(table, costs)

@@ -19,10 +19,10 @@ from aspd_jax.lists import (
     concludes,
     fork_refusal,
     lead_of,
-    lists_of,
     next_lead,
 )
 from tests.conftest import shared
+from tests.helpers.lists import lists_of
 
 # The first line of an item; marker, lead and closing of its form; kind of the form; marker of the third item.
 FIRST_ITEMS = {

@@ -136,10 +136,10 @@ def test_growing_text_is_a_prefix_of_the_whole_text(codec: Codec, numbers: list[
         whole = text.decode(ids[:count])
         held = whole.removeprefix(stream.text)
         assert whole.startswith(stream.text) and stream.text.startswith(before)
-        assert held == "\ufffd" * len(held) and len(held) <= 3
+        assert held == "\ufffd" * len(held) and len(held) <= 1
         before = stream.text
     known = text._backend.decode(ids)
-    if text.is_byte_level or "\ufffd" not in known:
+    if "ByteLevel" in text._steps or "\ufffd" not in known:
         assert text.decode(ids) == known
 
 
@@ -148,7 +148,7 @@ def test_valid_characters_beside_broken_ones_are_kept() -> None:
     text = MADE["llama_like"].text
     ids = [text._backend.token_to_id(f"<0x{byte:02X}>") for byte in b"\xe2P\xc3\xa9\xf0\x9f"]
     assert text._backend.decode(ids) == "\ufffd" * 6
-    assert text.decode(ids) == "\ufffdPé\ufffd\ufffd"
+    assert text.decode(ids) == "\ufffdPé\ufffd"
 
 
 @settings(max_examples=200)

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from aspd_jax.blocks.checks import find_defect
 from aspd_jax.blocks.extract import propose
+from aspd_jax.blocks.leads import with_leads
 from aspd_jax.blocks.regions import regions_of
 from aspd_jax.blocks.spans import BlockSpan, BranchSpan
 from aspd_jax.errors import StructureError
-from aspd_jax.pipeline.leads import with_leads
-from aspd_jax.pipeline.rule_stages import well_formed
-from aspd_jax.pipeline.work import Candidate
+from aspd_jax.pipeline import rule_stages
+from aspd_jax.pipeline.data_config import DataConfig, SelectSection
+from aspd_jax.pipeline.work import Answer, Work
 
 THOUGHT = "So:\n\n1. red is warm\n2. blue is cold\n3. green is new\n"
 ANSWER = "1. **Red**: it is warm.\n2. **Blue**: it is cold.\n3. **Green**: it is new."
@@ -134,12 +135,14 @@ def test_a_lead_ends_within_its_part() -> None:
     assert [branch.lead for branch in with_leads(plain, propose(plain)[0][0]).branches] == [21, 20]
 
 
-def test_a_block_lies_in_one_region() -> None:
+def test_a_block_lies_in_one_region(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = "<think>First comes this one. Then comes that one.</think>\n\nHere is what I found."
+    work = Work(DataConfig(select=SelectSection(min_tokens=1)), "")
     first, then, here = (answer.index(word) for word in ("First", "Then", "Here"))
     for start, middle, end, fits in ((first, then, answer.index("</think>"), True), (then, here, len(answer), False)):
         block = BlockSpan((BranchSpan("One", start, middle), BranchSpan("Two", middle, end)))
-        result = well_formed(answer, [Candidate("form 1", (block,))])
+        monkeypatch.setattr(rule_stages, "propose", lambda text, block=block: [(block,)])
+        result = rule_stages.propose_by_rules(work, Answer((), answer))
         assert bool(result.candidates) == fits
         assert fits or "from one region into another" in result.rejected[0]["reason"]
 

@@ -1,8 +1,7 @@
-"""The commands of `aspd data`: showing, counting, and mistakes."""
+"""The commands of `aspd data`, their figures, and mistakes."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,10 @@ from typing import Any
 import pytest
 
 import aspd
-from aspd_jax.pipeline.data_report import Report
+from aspd_jax.blocks.measures import estimate_tokens, measure
+from aspd_jax.blocks.spans import spans_of
+from aspd_jax.pipeline.data_report import Report, statistics
+from aspd_jax.structure import Branch, Parallel, Serial, plain_text
 from tests.conftest import ROOT
 from tests.helpers.pipeline_data import write_two
 
@@ -26,25 +28,20 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_show_and_stats(built: Path, capsys: Any) -> None:
+def test_show(built: Path, capsys: Any) -> None:
     file = str(built / "out" / "structured.jsonl")
-    assert aspd.main(["data", "show", file, "--id", "b"]) == 0
+    assert aspd.main(["data", "show", file]) == 0
     assert "left out at check: shared result: branch 2 uses 60" in " ".join(capsys.readouterr().out.split())
     page = built / "page.html"
     assert aspd.main(["data", "show", file, "--html", str(page)]) == 0
     text = page.read_text()
     assert "&lt;a&gt;" in text and "<a>" not in text and text.count('class="branch"') == 3 and "shared result" in text
-    capsys.readouterr()
-    assert aspd.main(["data", "stats", file, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found == json.loads((built / "out" / "report.json").read_text())["statistics"]
-    assert aspd.main(["data", "show", file, "--id", "none"]) == 2
     with (built / "out" / "structured.jsonl").open("ab") as lines:
         lines.write(b'{"messages": NaN}\n\xff\n')
     capsys.readouterr()
-    assert aspd.main(["data", "stats", file, "--json"]) == 0
+    assert aspd.main(["data", "show", file]) == 0
     told = capsys.readouterr()
-    assert json.loads(told.out) == found and told.err.count("left out: ") == 2
+    assert "left out at check" in told.out and told.err.count("left out: ") == 2
     assert re.search(rf"left out: {re.escape(file)}, line \d+: not UTF-8: byte 0", told.err)
 
 
@@ -69,16 +66,12 @@ def test_the_report_counts_every_stage_at_which_a_block_fails() -> None:
         ("{}: ", 4 / 8, 10 / 15),
     ],
 )
-def test_stats_of_names_and_leads(begin: str, efficiency: float, speedup: float, capsys: Any, tmp_path: Path) -> None:
+def test_statistics_of_names_and_leads(begin: str, efficiency: float, speedup: float) -> None:
     named = [("Alpha", "one."), ("Beta", "two.")]
-    branches = [
-        {"title": begin.format(name).strip() or name, "text": begin.format(name) + text} for name, text in named
-    ]
-    structure = [{"type": "serial", "text": "Two:\n"}, {"type": "parallel", "branches": branches}]
-    file = tmp_path / "structured.jsonl"
-    file.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}], "structure": structure}) + "\n")
-    assert aspd.main(["data", "stats", str(file), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    branches = [Branch(begin.format(name).strip() or name, begin.format(name) + text) for name, text in named]
+    structure = (Serial("Two:\n"), Parallel(branches))
+    spans = spans_of(structure, "leads" if begin else "names")
+    found = statistics([measure(plain_text(structure), spans, estimate_tokens)])
     assert (found["PE"], found["ideal_speedup"]) == (efficiency, speedup)
 
 
@@ -98,15 +91,11 @@ def test_mistakes_are_named(built: Path, override: str, message: str, capsys: An
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("command", ["build", "show", "stats"])
+@pytest.mark.parametrize("command", ["build", "show"])
 def test_a_file_without_a_usable_record_is_an_error(command: str, capsys: Any, tmp_path: Path) -> None:
     file, output = tmp_path / "bad.jsonl", tmp_path / "out"
     file.write_bytes(b"x\n\xff\n")
-    arguments = {
-        "build": [str(file), "--output", str(output)],
-        "show": [str(file)],
-        "stats": [str(file)],
-    }[command]
+    arguments = {"build": [str(file), "--output", str(output)], "show": [str(file)]}[command]
     assert aspd.main(["data", command, *arguments]) == 2
     assert "no record can be used; the first: " in (said := capsys.readouterr().err) and "line 1: not JSON" in said
 

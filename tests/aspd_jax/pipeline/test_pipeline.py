@@ -1,4 +1,4 @@
-"""The whole pipeline: shapes of records, resumption, shards and output."""
+"""The whole pipeline: shapes of records, resumption and output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from aspd_jax.configuration import read_config
 from aspd_jax.layout import Titles
 from aspd_jax.pipeline.build import build
 from aspd_jax.pipeline.data_config import DataConfig, SelectSection
-from aspd_jax.pipeline.work import Shard
 from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
 from aspd_jax.tokens import Codec
 from tests.conftest import ROOT
@@ -185,16 +184,6 @@ def test_prose_is_kept_for_some_kinds_of_questions_only(tmp_path: Path) -> None:
         out = tmp_path / f"out{len(kinds)}"
         build(config, str(file), out, progress=False)
         assert {row["id"] for row in lines(out / "structured.jsonl")} == expected
-
-
-def test_shards_make_the_whole(source: Path, tmp_path: Path) -> None:
-    build(RULES, str(source), tmp_path / "whole", progress=False)
-    for number in range(3):
-        build(RULES, str(source), tmp_path / "parts", Shard(number, 3), progress=False)
-    for name in ("structured", "plain", "rejected"):
-        parts = [row for file in (tmp_path / "parts").glob(f"{name}-*.jsonl") for row in lines(file)]
-        whole = lines(tmp_path / "whole" / f"{name}.jsonl")
-        assert sorted(parts, key=lambda row: row["line"]) == whole
 
 
 def test_estimated_tokens_are_near_real_ones(lm: LanguageModel) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from aspd_jax import load_model
 from aspd_jax.errors import CheckpointError
-from aspd_jax.lists import begins_item, lists_of
+from aspd_jax.lists import begins_item
 from aspd_jax.structure import Parallel, plain_text
 from aspd_jax.tokens import Codec, SerialIds, TextCodec
 from infer import Engine, SamplingParams
@@ -29,6 +29,7 @@ from infer.decode.state import LENGTH, NO_LIMIT, RUNNING, STOP, EngineConfig
 from infer.decode.token_classes import ITEM, LINE_OPENER, LINE_START, LINES, OPENER, TokenClasses, token_classes
 from infer.request import Request
 from tests.conftest import shared
+from tests.helpers.lists import lists_of
 
 BASE = 7  # position of the first token of the answer
 CHECKED = 24  # maximum tokens of a check: less than an item has

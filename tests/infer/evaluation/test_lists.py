@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from infer.evaluation.lists import DEFECTS, ListPair, check_lists, lists_lines
+from aspd_jax.errors import StructureError
+from infer.evaluation import lists
+from infer.evaluation.lists import OTHER_NUMBER, ListPair, check_lists, lists_lines
 
 GOOD = "Tips:\n\n1. **Sleep**: Eight hours.\n\n2. **Eat**: No sugar.\n\n3. **Walk**: Each day.\n\nThat is all."
 SENTENCE = "which keeps the heart and the mind in good order for life."
@@ -15,24 +17,33 @@ SENTENCE = "which keeps the heart and the mind in good order for life."
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("misnumbered", GOOD.replace("3. ", "4. ")),
-        ("joined", GOOD.replace("sugar.\n\n3. ", "sugar. 3. ")),
-        ("joined", GOOD.replace("\n\nThat", "\nThat").replace("That is", "By following these tips, that is")),
-        ("uneven", GOOD.replace("\n\n3. ", "\n3. ")),
-        ("mixed", GOOD.replace("**Eat**", "Eat")),
-        ("similar", GOOD.replace("Walk", "Sleeps")),
-        ("conclusion", GOOD.replace("Walk", "Conclusion")),
-        ("empty", GOOD.replace(" No sugar.", "")),
-        ("repeated", GOOD.replace("sugar.", f"sugar, {SENTENCE}").replace("hours.", f"hours, {SENTENCE}")),
-        ("number", GOOD.replace("\n\n3. **Walk**: Each day.", "")),
+        (
+            "lists: single break",
+            GOOD.replace("\n\nThat", "\nThat").replace("That is", "By following these tips, that is"),
+        ),
+        ("lists: unequal gaps", GOOD.replace("\n\n3. ", "\n3. ")),
+        ("lists: similar titles", GOOD.replace("Walk", "Sleeps")),
+        (
+            "lists: repeats a sibling",
+            GOOD.replace("sugar.", f"sugar, {SENTENCE}").replace("hours.", f"hours, {SENTENCE}"),
+        ),
+        (OTHER_NUMBER, GOOD.replace("\n\n3. **Walk**: Each day.", "")),
     ],
 )
 def test_defects(kind: str, text: str) -> None:
     messages = ["Give me three tips."]
-    assert dict(check_lists(messages, text).defects).get(kind) == 1
-    assert not check_lists(messages, GOOD).defects
-    if kind not in ("joined", "number"):
-        assert set(check_lists(["Give me tips."], text).defects) == {kind}
+    assert check_lists(messages, text).defects == {kind: 1}
+    assert not check_lists(messages, GOOD).defects and not check_lists(messages, "No list.").defects
+    assert check_lists(["Give me tips."], text).defects == ({} if kind == OTHER_NUMBER else {kind: 1})
+
+
+def test_a_list_without_leads_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise StructureError("the lead ends in another part")
+
+    monkeypatch.setattr(lists, "with_leads", refuse)
+    checks = check_lists(["Give me tips."], GOOD)
+    assert (checks.lists, checks.items, checks.defects) == (1, 3, {"lists: not well formed": 1})
 
 
 def test_counts() -> None:
@@ -49,7 +60,7 @@ def record(text: str, path: int, blocks: int, finish: str = "stop") -> dict[str,
 
 def test_both_modes_are_compared() -> None:
     asks, short = ["Give me three tips."], GOOD.replace("\n\n3. **Walk**: Each day.", "")
-    wrong = GOOD.replace("3. ", "5. ")
+    wrong = GOOD.replace("\n\n2. ", "\n2. ")
     pairs = [
         ListPair("tips", asks, record(short, 41, 0), record(GOOD, 20, 1)),
         ListPair("trips", asks, record(GOOD, 41, 0), record(wrong, 10, 1, "length")),
@@ -62,7 +73,7 @@ def test_both_modes_are_compared() -> None:
     assert rows["items"] == ["5", "6"] and rows["content tokens"] == ["80", "80"]
     assert rows["ended by itself"] == ["2 of 2", "1 of 2"]
     assert rows["asked-for number given"] == ["1 of 2", "2 of 2"]
-    assert rows[DEFECTS["misnumbered"]] == ["0", "1"] and rows[DEFECTS["number"]] == ["1", "0"]
+    assert rows["lists: unequal gaps"] == ["0", "1"] and rows[OTHER_NUMBER] == ["1", "0"]
 
 
 def table(text: str) -> dict[str, list[str]]:
