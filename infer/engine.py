@@ -58,7 +58,7 @@ from infer.request import (
 from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import prompt_layout
 from infer.scheduling.buckets import MAX_TOKENS, Buckets, capacity_for
-from infer.scheduling.handle import DebugState, Handle
+from infer.scheduling.handle import Handle
 from infer.scheduling.runner import DraftControl
 from infer.scheduling.scheduler import Scheduler, StepStats
 
@@ -172,10 +172,6 @@ class Engine:
     def last_chunk(self) -> StepStats:
         """Return the statistics of the last call of `step`."""
         return self._scheduler.last_chunk
-
-    def debug_state(self) -> DebugState:
-        """Return the state of the scheduler and of the device, for tests."""
-        return self._scheduler.debug_state()
 
     def encode(
         self,
@@ -590,7 +586,7 @@ class Engine:
 
     def retry_alone(self, handle: Handle) -> None:
         """Queue a failed request first. Other requests wait until it ends or fails."""
-        self._scheduler.retry_alone(handle.state)
+        self._scheduler.retry_alone(handle)
 
     def reset_cache(self) -> None:
         """Clear the prefix cache: later prompts reuse nothing of earlier requests."""

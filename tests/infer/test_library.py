@@ -143,7 +143,7 @@ def test_iterating_streams(engine: Engine) -> None:
     """Check that events come while the answer grows, without any option."""
     script = [engine.lm.codec.text.encode("a" * 40)]
     handle = engine.submit("Run", SamplingParams(max_new_tokens=len(script[0]), script=script), "serial")
-    ended = [handle.state.result is not None for event in handle if event.kind == "token"]
+    ended = [handle.result is not None for event in handle if event.kind == "token"]
     assert len(ended) >= 10 and not any(ended[:-1])
 
 

@@ -34,6 +34,7 @@ from infer.scheduling.runner import FREE_TOKENS, InFlightSteps, Runner
 from infer.scheduling.step_cost import Sample, StepCost, draft_pays, fit
 from tests.conftest import SIZES, deferred_branches
 from tests.helpers.answers import EXAMPLE, SEPARATOR, linearise, same
+from tests.helpers.engine_state import engine_state
 
 HOT = SamplingParams(temperature=100.0, max_new_tokens=70)
 
@@ -142,7 +143,7 @@ def test_requests_join_and_leave_without_a_trace(engine: Engine, heard: bool) ->
     never.cancel()
     order: list[int] = []
     for handle in (*handles, given_up):
-        handle.set_stream("branches" if heard else None)
+        handle.stream = "branches" if heard else None
     while any(handle.result is None for handle in handles):
         engine.step(3)
         order += [n for n, handle in enumerate(handles) if handle.row is not None and n not in order]
@@ -406,7 +407,7 @@ def test_long_prompts_go_in_pieces_beside_an_answer_that_is_streamed(bare_lm: La
     first = busy.submit([7, 8], params, "serial")
     while not first.partial().token_ids:
         busy.step(1)
-    first.set_stream("branches" if streamed else None)
+    first.stream = "branches" if streamed else None
     second = busy.submit(long, params, "serial")
     if not streamed:
         busy.step(1)
@@ -417,11 +418,11 @@ def test_long_prompts_go_in_pieces_beside_an_answer_that_is_streamed(bare_lm: La
     pieces = ceil(440 / piece)
     decoded, fed = [len(first.partial().token_ids)], [0]
     for left in reversed(range(pieces)):
-        first.set_stream("branches" if left > 0 else None)  # else further steps would be in flight after the last piece
+        first.stream = "branches" if left > 0 else None  # else further steps would be in flight after the last piece
         busy.step(1)
         assert busy.last_chunk.steps == 1
         decoded.append(len(first.partial().token_ids))
-        fed.append(int(busy.debug_state().decode.cache.length[1]))
+        fed.append(int(engine_state(busy).decode.cache.length[1]))
         if len(decoded) <= pieces:
             assert second.partial().token_ids == []
     assert decoded == list(range(1, 2 + pieces)), "a token in every step in which the prompt is fed"
@@ -437,7 +438,7 @@ def test_a_prompt_given_up_half_way_leaves_nothing(bare_lm: LanguageModel) -> No
     params = replace(HOT, seed=5, max_new_tokens=30)
     handle = own.submit(prompt, params)
     own.step(1)
-    assert 0 < own.debug_state().decode.cache.length[0] < 200, "some of it has been fed"
+    assert 0 < engine_state(own).decode.cache.length[0] < 200, "some of it has been fed"
     handle.cancel()
     assert handle.result is not None
     assert handle.result.finish_reason == "cancelled" and handle.result.token_ids == []
@@ -480,7 +481,7 @@ def test_first_tokens_and_ends_are_told_at_once(engine: Engine) -> None:
     long = max(zip(results, params, strict=True), key=lambda pair: pair[0].stats.steps)[1]
     short = replace(long, max_new_tokens=5)
     quiet, heard = engine.submit([1, 2], long), engine.submit([1, 2], short)
-    heard.set_stream("branches")
+    heard.stream = "branches"
     engine.step(30)
     assert engine.last_chunk.steps == 1 and heard.poll(), "its first token, with its prompt"
     engine.step(30)
@@ -498,7 +499,7 @@ def test_steps_run_while_answers_are_read(bare_lm: LanguageModel) -> None:
     asked = SamplingParams(max_new_tokens=24, seed=5)
     engine = Engine(bare_lm, max_length=128, max_batch=1, separator_ids=SEPARATOR)
     handle, seen, told = engine.submit([1, 2], asked, "serial"), [], 0
-    handle.set_stream("branches")
+    handle.stream = "branches"
     while handle.result is None:
         engine.step(4)
         told += sum(len(event.token_ids) for event in handle.poll())
@@ -510,7 +511,7 @@ def test_steps_run_while_answers_are_read(bare_lm: LanguageModel) -> None:
 @pytest.mark.further
 def test_what_was_started_for_a_request_that_is_gone_is_forgotten(engine: Engine) -> None:
     handle = engine.submit([1, 2], replace(HOT, seed=3), "serial")
-    handle.set_stream("branches")
+    handle.stream = "branches"
     for _ in range(3):
         engine.step(2)
     handle.cancel()
@@ -544,7 +545,7 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
     """Check every kind of request, alone and beside others."""
     own = Engine(lm, max_length=128, max_batch=2, max_branches=2, max_title_tokens=1)
     assert own.warm_up(checks=True) > 0
-    assert (cost := own.debug_state().cost) is not None and cost.milliseconds(1, 128) > 0
+    assert (cost := engine_state(own).cost) is not None and cost.milliseconds(1, 128) > 0
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
     hot = {"temperature": 9.0, "max_new_tokens": 30}
@@ -574,7 +575,7 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
     results += own.generate([turn, [*prompts[4], 50], [*prompts[4], 51, 52]], params[0])
     handles = [own.submit(prompt, params[0], max_steps=2) for prompt in prompts[2:6]]
     for handle in handles:
-        handle.set_stream("branches")
+        handle.stream = "branches"
     while any(handle.result is None for handle in handles):
         own.step(1)
         if handles[3].result is None and handles[0].result is not None:
@@ -635,7 +636,7 @@ def test_interrupted_calls_leave_no_requests(engine: Engine, monkeypatch: pytest
     """Check an interrupt of `generate` between and within chunks, and a stream that its reader leaves."""
 
     def nothing_left() -> bool:
-        state = engine.debug_state()
+        state = engine_state(engine)
         return not any(state.rows) and not state.waiting
 
     wait = Handle.wait

@@ -33,6 +33,7 @@ from infer.server.app import make_app
 from infer.server.config import ServerConfig
 from infer.server.tool_calls import Function, ToolCalls, ToolChoice
 from tests.conftest import SIZES, patched
+from tests.helpers.engine_state import engine_state
 
 
 def record(**fields: Any) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def test_a_choice_may_have_thousands_of_texts(engine: Engine) -> None:
 def test_a_choice_is_one_of_the_texts_and_no_other(engine: Engine, texts: list[str], other: str) -> None:
     """Texts have marks of regular expressions, line breaks and other scripts; Python's `in` decides."""
     name, grammar = SamplingParams(choices=texts).answer_grammar or ("", "")
-    matcher, encode = engine.debug_state().schemas.matcher(name, grammar), engine.lm.codec.text.encode
+    matcher, encode = engine_state(engine).schemas.matcher(name, grammar), engine.lm.codec.text.encode
     for text in (*texts, other, texts[0][:-1], texts[0] + ".", texts[0] + texts[-1]):
         tokens = encode(text)
         assert (matcher.accepted(tokens) == len(tokens) and matcher.accepts(tokens)) == (text in texts)
@@ -179,7 +180,7 @@ def test_a_call_that_exceeds_a_limit_names_its_function(engine: Engine) -> None:
 
 @pytest.mark.further
 def test_an_answer_whose_branch_is_cut_has_the_finish_reason_length(engine: Engine) -> None:
-    schemas, config, encode = engine.debug_state().schemas, engine.config, engine.lm.codec.text.encode
+    schemas, config, encode = engine_state(engine).schemas, engine.config, engine.lm.codec.text.encode
     request = Request((1,), SamplingParams(branch_schema=SCHEMAS["choice"]), "adaptive", 100, 0)
     constraint = Constraint(Controller(), request, schemas, config)
     for texts, finish in ((['{"winner": "A"}', '{"winner": "tie"}'], STOP), (['{"winner": "A"}', '{"winner"'], LENGTH)):
@@ -251,7 +252,7 @@ def test_the_matcher_of_an_answer_is_made_before_the_engine_needs_it(engine: Eng
 
 @pytest.mark.further
 def test_matchers_of_requests_that_never_start_are_dropped(engine: Engine, monkeypatch: Any) -> None:
-    schemas = engine.debug_state().schemas
+    schemas = engine_state(engine).schemas
     monkeypatch.setattr(infer.control.schemas, "MAX_READY", 3)
     for number in range(6):
         engine.check("Hi", SamplingParams(max_new_tokens=40, regex=f"number{number % 4}"))
