@@ -80,14 +80,6 @@ def advance(
     return state._replace(sequence=sequence._replace(segments=segments))
 
 
-def take_tokens(
-    state: DecodeState, derived: Derived, config: EngineConfig, inputs: Inputs, tokens: LaneTokens
-) -> DecodeState:
-    """Take the tokens sampled in a step without draft tokens, and let sequences and segments wait for the host."""
-    state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.token, bool))
-    return hold(state, derived, inputs)
-
-
 def hold(state: DecodeState, derived: Derived, inputs: Inputs) -> DecodeState:
     """Let sequences and segments wait for the host after a step.
 
