@@ -25,7 +25,6 @@ from infer.decode.state import (
     RUNNING,
     SERIAL,
     STOP,
-    Branches,
     DecodeState,
     EngineConfig,
     RequestArrays,
@@ -221,35 +220,29 @@ def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length
         width: branches of every sequence; 1: serial text; 0: all sequences are finished.
         length: tokens of the cache of every sequence.
     """
-    s = state.sequence
-    live = jnp.broadcast_to(jnp.arange(config.max_branches) < width, s.branches.live.shape) & (width > 1)
-    empty = jnp.zeros_like(s.branches.offset)
-    branches = Branches(jnp.full_like(s.branches.number, width), empty, live, jnp.zeros_like(live), empty)
-    plenty = jnp.full_like(s.budget.tokens, 1 << 29)
+    s = jax.tree.map(jnp.zeros_like, state.sequence)
+    live = s.branches.live | ((jnp.arange(config.max_branches) < width) & (width > 1))
     serial = jnp.full_like(s.segments.queued[:, :1], int(width == 1))
-    queued = jnp.concatenate([serial, live.astype(jnp.int32)], axis=1)
+    plenty = s.budget.tokens + (1 << 29)
     sequence = s._replace(
         cursor=s.cursor._replace(
-            phase=jnp.full_like(s.cursor.phase, PARALLEL if width > 1 else SERIAL),
-            finish=jnp.full_like(s.cursor.finish, RUNNING if width else STOP),
-            prompt_length=jnp.full_like(s.cursor.prompt_length, length),
-            known_length=jnp.full_like(s.cursor.known_length, length),
-            position=jnp.full_like(s.cursor.position, length),
-            block=jnp.ones_like(s.cursor.block),
-            rule=jnp.full_like(s.cursor.rule, ANY_TEXT),
-            later_rule=jnp.full_like(s.cursor.rule, ANY_TEXT),
+            phase=s.cursor.phase + (PARALLEL if width > 1 else SERIAL),
+            finish=s.cursor.finish + (RUNNING if width else STOP),
+            prompt_length=s.cursor.prompt_length + length,
+            known_length=s.cursor.known_length + length,
+            position=s.cursor.position + length,
+            block=s.cursor.block + 1,
+            rule=s.cursor.rule + ANY_TEXT,
+            later_rule=s.cursor.later_rule + ANY_TEXT,
         ),
         segments=s.segments._replace(
-            queue=jnp.ones_like(s.segments.queue),
-            queued=queued,
-            sampled=jnp.zeros_like(s.segments.sampled),
-            masked=jnp.zeros_like(s.segments.masked),
-            stops=jnp.zeros_like(s.segments.stops),
-            left=jnp.full_like(s.segments.left, NO_LIMIT),
+            queue=s.segments.queue + 1,
+            queued=jnp.concatenate([serial, live.astype(jnp.int32)], axis=1),
+            left=s.segments.left + NO_LIMIT,
         ),
-        branches=branches,
+        branches=s.branches._replace(number=s.branches.number + width, live=live),
         budget=s.budget._replace(tokens=plenty, content=plenty, block_tokens=plenty, block_content=plenty),
-        draft=jnp.full_like(s.draft, -1),
+        draft=s.draft - 1,
     )
     request = state.request._replace(max_branch_tokens=jnp.full_like(state.request.max_branch_tokens, 1 << 24))
     layout = jax.tree.map(jnp.zeros_like, state.cache.layout)
