@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int32, UInt32
+from jaxtyping import Float32, Int32, UInt32
 
 from aspd_jax.layout import Array, Layout
 from aspd_jax.model.cache import OTHER
@@ -49,6 +49,7 @@ class Admission(NamedTuple):
         arrival, rule: see `Cursor`.
         stops: classes of tokens after which serial text waits (`Segments.stops`).
         stop_tokens: see `DecodeState`, uint32 [W].
+        bias: see `DecodeState`, float32 [V].
     """
 
     row: Int32[Array, ""]
@@ -64,6 +65,7 @@ class Admission(NamedTuple):
     rule: Int32[Array, ""]
     stops: Int32[Array, ""]
     stop_tokens: UInt32[Array, " W"]
+    bias: Float32[Array, " V"]
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -121,7 +123,8 @@ def admit(state: DecodeState, packed: Packed[Admission], config: EngineConfig) -
     )
     request = jax.tree.map(lambda old, own: old.at[new.row].set(own, mode="drop"), state.request, new.request)
     stop_tokens = state.stop_tokens.at[new.row].set(new.stop_tokens, mode="drop")
-    state = state._replace(request=request, sequence=sequence, cache=cache, stop_tokens=stop_tokens)
+    bias = state.bias.at[new.row].set(new.bias, mode="drop")
+    state = state._replace(request=request, sequence=sequence, cache=cache, stop_tokens=stop_tokens, bias=bias)
     return shard_state(state, config.mesh)
 
 
@@ -204,12 +207,6 @@ def row_contents(state: DecodeState, row: jax.Array) -> Packed[RowContents]:
     """Copy the contents of a cache row."""
     cache = state.cache
     return Packed.pack(jax.tree.map(lambda field: field[row], RowContents(cache.tokens, cache.layout, cache.length)))
-
-
-@partial(jax.jit, static_argnames="config", donate_argnames="state")
-def put_bias(state: DecodeState, row: jax.Array, bias: jax.Array, config: EngineConfig) -> DecodeState:
-    """Set the bias that is added to the logits of a row, float32 [V]; a row out of range means none."""
-    return shard_state(state._replace(bias=state.bias.at[row].set(bias, mode="drop")), config.mesh)
 
 
 @partial(jax.jit, static_argnames=("config", "width"), donate_argnames="state")

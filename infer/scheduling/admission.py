@@ -18,7 +18,7 @@ from aspd_jax.sizes import next_power
 from infer.control.tags import text_rule, text_stops
 from infer.control.text_end import stop_tokens
 from infer.decode.packed import Packed
-from infer.decode.slots import Admission, admit, put_bias
+from infer.decode.slots import Admission
 from infer.decode.state import DecodeState, EngineConfig, RequestArrays, empty_state, place_state
 from infer.decode.token_classes import TokenClasses, token_classes
 from infer.request import PARAMETERS, Request
@@ -78,22 +78,6 @@ def new_state(
     return place_state(empty_state(config, cache, classes.kind), lm.mesh)
 
 
-def admit_request(state: DecodeState, request: Request, new: Admission, config: EngineConfig) -> DecodeState:
-    """Assign a row to a request; the next steps feed its prompt.
-
-    Args:
-        state: the state, which is donated.
-        request: the request.
-        new: its `admission`.
-        config: configuration of the engine.
-    """
-    if biases := request.params.biases(config.special.title_start):
-        bias = np.zeros(state.bias.shape[1], np.float32)
-        bias[list(biases)] = list(biases.values())
-        state = put_bias(state, new.row, bias, config)
-    return admit(state, Packed.pack(new), config)
-
-
 def admission(
     lm: LanguageModel,
     config: EngineConfig,
@@ -103,8 +87,8 @@ def admission(
     prefix: CachedPrefix = EMPTY_PREFIX,
     adapter: int = -1,
     arrival: int = 0,
-) -> Admission:
-    """Return what the device must know of a request.
+) -> Packed[Admission]:
+    """Return the arguments of `slots.admit` for a request.
 
     Args:
         lm: the model.
@@ -125,11 +109,13 @@ def admission(
         return np.pad(rest, (0, size - rest.size))
 
     params = request.params
+    bias, biases = np.zeros(state.bias.shape[1], np.float32), params.biases(config.special.title_start)
+    bias[list(biases)] = list(biases.values())
     script = np.asarray([token for segment in params.script for token in segment], np.int32)
     lengths = [*map(len, params.script), *[0] * (1 + config.max_branches - len(params.script))]
     arrays: dict[str, Any] = {
         "seed": np.uint32(request.seed),
-        "biased": np.bool_(params.biases(config.special.title_start)),
+        "biased": np.bool_(biases),
         "drafts_blocks": np.bool_(request.draft is not None),
         "adapter": np.int32(adapter),
         "script": np.pad(script, (0, state.cache.tokens.shape[1] - script.size)),
@@ -159,7 +145,8 @@ def admission(
         tokens=padded(request.prompt),
         layout=Layout(*map(padded, layout)),
         stop_tokens=ends,
+        bias=bias,
         **{name: np.int32(value) for name, value in numbers.items()},
     )
-    result: Admission = made
+    result: Packed[Admission] = Packed.pack(made)
     return result

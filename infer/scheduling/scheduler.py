@@ -33,12 +33,12 @@ from infer.control.text_end import TextEnd
 from infer.decode.decode_step import StepSummary, summarise
 from infer.decode.guidance import RowGuidance, guidance_arrays, guide
 from infer.decode.packed import Packed
-from infer.decode.slots import KnownText, append_text, copy_slots, row_contents
+from infer.decode.slots import KnownText, admit, append_text, copy_slots, row_contents
 from infer.decode.state import LENGTH, PROMPT, RUNNING, STOP, DecodeState, EngineConfig
 from infer.decode.token_classes import TokenClasses
 from infer.request import Request
 from infer.scheduling.adapter_slots import AdapterSlots
-from infer.scheduling.admission import MIN_PROMPT, admission, admit_request, classes_of, new_state
+from infer.scheduling.admission import MIN_PROMPT, admission, classes_of, new_state
 from infer.scheduling.buckets import MIN_CAPACITY
 from infer.scheduling.handle import Handle
 from infer.scheduling.prefix_cache import Match, PrefixCache, RowMemory, read_row
@@ -276,7 +276,7 @@ class Scheduler:
         slot, now = self._adapters.slot(request.adapter), self._state_now()
         self._arrivals += 1
         new = admission(self._lm, self._config, now, request, target, match.prefix, slot, self._arrivals)
-        self._change(admit_request(now, request, new, self._config))
+        self._change(admit(now, new, self._config))
         if (guidance := controller.start()) is not None:
             self._guide({target: guidance})
 

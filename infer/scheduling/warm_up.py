@@ -25,7 +25,7 @@ from infer.decode.decode_step import StopConditions, run, summarise
 from infer.decode.guidance import guidance_arrays, guide
 from infer.decode.packed import Packed
 from infer.decode.scoring import score
-from infer.decode.slots import KnownText, admit, append_text, copy_slots, put_bias, row_contents
+from infer.decode.slots import KnownText, admit, append_text, copy_slots, row_contents
 from infer.decode.state import DecodeState, EngineConfig
 from infer.request import Request, SamplingParams
 from infer.scheduling.admission import MIN_PROMPT, admission
@@ -80,7 +80,7 @@ def programs_of(
     rows = np.zeros(2, np.int32)
     for size in powers(MIN_PROMPT, capacity):
         request = Request((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
-        new = Packed.pack(admission(lm, config, state, request, batch))
+        new = admission(lm, config, state, request, batch)
         yield f"prompts of {size} tokens", admit.lower(state, new, config)
         yield f"known text of {size} tokens", append_text.lower(state, KnownText.pack(batch, (), size), config)
         yield f"copies of {size} slots", copy_slots.lower(state, rows, rows, config, min(size, capacity))
@@ -89,7 +89,5 @@ def programs_of(
     for size in (1, *powers(branches, batch * branches)):
         decisions = guidance_arrays({}, batch, words, config, size)
         yield f"decisions for {size} segments", guide.lower(state, decisions, config)
-    bias = np.zeros(state.bias.shape[1], np.float32)
-    yield "biases", put_bias.lower(state, np.int32(batch), bias, config)
     yield "summary", summarise.lower(state, config)
     yield "contents of a row", row_contents.lower(state, np.int32(0))
