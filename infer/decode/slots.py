@@ -184,12 +184,12 @@ def append_text(
 def copy_slots(
     state: DecodeState, source: jax.Array, target: jax.Array, config: EngineConfig, slots: int
 ) -> DecodeState:
-    """Copy the first `slots` slots of cache rows to other rows, all at once; a target out of range means none."""
+    """Copy the first `slots` slots of a cache row to another row."""
 
     def copied(array: jax.Array) -> jax.Array:
         if array.ndim == 1:
-            return array.at[target].set(array[source], mode="drop")
-        return array.at[target, :slots].set(array[source, :slots], mode="drop")
+            return array.at[target].set(array[source])
+        return array.at[target, :slots].set(array[source, :slots])
 
     return shard_state(state._replace(cache=jax.tree.map(copied, state.cache)), config.mesh)
 

@@ -6,7 +6,7 @@ S: number of tokens of a prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,21 +25,6 @@ from infer.request import PARAMETERS, Request
 
 DTYPES: dict[type, Any] = {int: np.int32, float: np.float32}  # types of sampling parameters on the device
 MIN_PROMPT = 64  # tokens of the smallest program that admits a prompt
-
-
-class CachedPrefix(NamedTuple):
-    """Prefix of a prompt that a row holds.
-
-    Attributes:
-        tokens: number of tokens of the prompt.
-        slots: number of slots that they take; after a block, slots are not in the order of the linearisation.
-    """
-
-    tokens: int = 0
-    slots: int = 0
-
-
-EMPTY_PREFIX = CachedPrefix()
 
 
 def prompt_layout(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int]) -> Layout:
@@ -84,7 +69,8 @@ def admission(
     state: DecodeState,
     request: Request,
     row: int,
-    prefix: CachedPrefix = EMPTY_PREFIX,
+    prefix_tokens: int = 0,
+    prefix_slots: int = 0,
     adapter: int = -1,
     arrival: int = 0,
 ) -> Packed[Admission]:
@@ -96,12 +82,12 @@ def admission(
         state: the state, for its shapes.
         request: the request.
         row: index of the row; out of range means none.
-        prefix: prefix of the prompt that the row holds.
+        prefix_tokens, prefix_slots: number of tokens of the prompt that the row holds, and of the slots that they take.
         adapter: slot of the adapter in the parameters; negative: the base model.
         arrival: number of the request: where not all rows fit a step, the lowest are fed first.
     """
     layout = prompt_layout(lm, config, request.prompt)
-    left = slice(prefix.tokens, len(request.prompt))
+    left = slice(prefix_tokens, len(request.prompt))
     size = min(state.cache.tokens.shape[1], max(MIN_PROMPT, next_power(left.stop - left.start)))
 
     def padded(values: Any) -> np.ndarray:
@@ -131,7 +117,7 @@ def admission(
     ends = stop_tokens(params, lm.codec.text, words) if request.ends_by_text else np.zeros(words, np.uint32)
     numbers = {
         "row": row,
-        "prefix_slots": prefix.slots,
+        "prefix_slots": prefix_slots,
         "position": layout.position[-1],
         "block": layout.block.max(),
         "budget": request.budget,

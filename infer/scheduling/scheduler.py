@@ -258,27 +258,27 @@ class Scheduler:
                 break
             spare = self._max_length - len(handle.request.prompt) - handle.request.budget
             feeding = [other.prompt for other in self._running.values() if other.prompt is not None]
-            match = self._prefixes.match(handle.request, free[0], spare, feeding)
+            match = self._prefixes.match(handle.request, free, spare, feeding)
             if match is not None:
                 self._waiting.remove(handle)
-                self._start_request(handle, match, free)
+                self._start_request(handle, match)
 
-    def _start_request(self, handle: Handle, match: Match, free: list[int]) -> None:
-        """Give the lowest free row to a request, with a cached prefix of its prompt: a program reads rows 0..R-1."""
-        request, target = handle.request, free[0]
-        self._rows[target] = handle
-        if (copies := self._prefixes.plan_copies(match, free)) is not None:
-            size = min(self._capacity, max(MIN_SLOTS_COPIED, next_power(copies.slots)))
-            self._change(copy_slots(self._state_now(), copies.sources, copies.targets, self._config, size))
-        fed = self._prefixes.begin(target, request, match)
+    def _start_request(self, handle: Handle, match: Match) -> None:
+        """Give a row to a request, with a cached prefix of its prompt."""
+        request, (source, row, tokens, slots, _) = handle.request, match
+        self._rows[row] = handle
+        if source != row:
+            size = min(self._capacity, max(MIN_SLOTS_COPIED, next_power(slots)))
+            self._change(copy_slots(self._state_now(), np.int32(source), np.int32(row), self._config, size))
+        fed = self._prefixes.begin(request, match)
         controller = self._controller(handle)
-        handle.start(target, match.prefix.tokens, fed, controller, self.runner.clock())
-        slot, now = self._adapters.slot(request.adapter), self._state_now()
+        handle.start(row, tokens, fed, controller, self.runner.clock())
+        adapter, now = self._adapters.slot(request.adapter), self._state_now()
         self._arrivals += 1
-        new = admission(self._lm, self._config, now, request, target, match.prefix, slot, self._arrivals)
+        new = admission(self._lm, self._config, now, request, row, tokens, slots, adapter, self._arrivals)
         self._change(admit(now, new, self._config))
         if (guidance := controller.start()) is not None:
-            self._guide({target: guidance})
+            self._guide({row: guidance})
 
     def _controller(self, handle: Handle) -> Controller:
         """Return the controller of a request's answer at its beginning."""

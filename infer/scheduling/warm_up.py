@@ -77,17 +77,17 @@ def programs_of(
         if logprobs and bucket.max_per_row >= PROMPT_BESIDE:
             inputs, _ = score_inputs({}, batch, bucket)
             yield f"known branches, {bucket}", score.lower(lm.params, state, Packed.pack(inputs), config, bucket)
-    rows = np.zeros(2, np.int32)
+    row = np.int32(0)
     for size in powers(MIN_PROMPT, capacity):
         request = Request((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
         new = admission(lm, config, state, request, batch)
         yield f"prompts of {size} tokens", admit.lower(state, new, config)
         yield f"known text of {size} tokens", append_text.lower(state, KnownText.pack(batch, (), size), config)
-        yield f"copies of {size} slots", copy_slots.lower(state, rows, rows, config, min(size, capacity))
+        yield f"copies of {size} slots", copy_slots.lower(state, row, row, config, min(size, capacity))
     for size in powers(MIN_LENGTH, max(MIN_LENGTH, capacity)) if logprobs else ():
         yield f"log probabilities of {size} tokens", lower_likeliest(lm, config, min(size, capacity))
     for size in (1, *powers(branches, batch * branches)):
         decisions = guidance_arrays({}, batch, words, config, size)
         yield f"decisions for {size} segments", guide.lower(state, decisions, config)
     yield "summary", summarise.lower(state, config)
-    yield "contents of a row", row_contents.lower(state, np.int32(0))
+    yield "contents of a row", row_contents.lower(state, row)

@@ -29,7 +29,7 @@ from infer.decode.state import PROMPT, SequenceState
 from infer.request import ScoredBranch
 from infer.scheduling.buckets import PROMPT_BESIDE
 from infer.scheduling.handle import Handle
-from infer.scheduling.prefix_cache import MIN_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
+from infer.scheduling.prefix_cache import MIN_COPIED, RowMemory, best_match, common_prefix
 from infer.scheduling.runner import FREE_TOKENS, InFlightSteps, Runner
 from infer.scheduling.step_cost import Sample, StepCost, draft_pays, fit
 from tests.conftest import SIZES, deferred_branches
@@ -231,7 +231,7 @@ def test_a_follow_up_turn_feeds_nothing_again(bare_lm: LanguageModel, fed: list[
 
 @pytest.mark.further
 def test_two_conversations_take_turns(bare_lm: LanguageModel) -> None:
-    """A turn of one does not cost the other what the cache holds of it, though both get the first row."""
+    """A turn of one does not cost the other what the cache holds of it: each goes on with its own row."""
     own, fresh = engines(bare_lm, 2)
     system = np.random.default_rng(2).integers(1, 15, 10).tolist()
     talks, known = [[*system, *[1, 2] * 12], [*system, *[3, 4, 5] * 9]], [0, 0]
@@ -278,7 +278,7 @@ def test_a_shared_beginning_is_copied(bare_lm: LanguageModel, monkeypatch: pytes
 
 @pytest.mark.further
 def test_the_first_rows_are_used_first(bare_lm: LanguageModel) -> None:
-    """Check that steps read no later rows."""
+    """Check rows that were last used at the same time, or never."""
     own, _ = engines(bare_lm, 3)
     short, long = (replace(HOT, max_new_tokens=tokens, seed=2) for tokens in (3, 60))  # no end of text comes before
     handles = [own.submit([1, 2], params, "serial") for params in (short, long, short)]
@@ -313,10 +313,10 @@ one_row = st.tuples(
 
 @given(rows=st.lists(one_row, min_size=1, max_size=6), data=st.data())
 def test_what_is_kept_of_a_row_is_the_prompt_s_beginning(rows: Any, data: st.DataObject) -> None:
-    held, target = memories(rows), data.draw(st.integers(0, len(rows) - 1))
+    held, free = memories(rows), data.draw(st.sets(st.integers(0, len(rows) - 1), min_size=1))
     prompt = PROMPT_IDS[: data.draw(st.integers(1, 80))]
-    match = best_match(held, target, prompt, 5)
-    source, (tokens, slots) = held[match.source], match.prefix
+    match = best_match(held, free, prompt, 5)
+    source, target, tokens, slots = held[match.source], match.target, match.tokens, match.slots
     assert tokens < len(prompt) and source.ids[:tokens].tolist() == prompt[:tokens]
     assert match.source == target or tokens >= MIN_COPIED, "copying less is not worth it"
     goes_on = tokens == source.ids.size and slots == source.slots and slots - tokens <= 5
@@ -334,27 +334,30 @@ def test_what_is_kept_of_a_row_is_the_prompt_s_beginning(rows: Any, data: st.Dat
 
 
 @given(rows=st.lists(one_row, min_size=1, max_size=6), data=st.data())
-def test_what_a_row_held_moves_to_the_row_left_longest_ago(rows: Any, data: st.DataObject) -> None:
-    held = memories(rows)
-    free = data.draw(st.sets(st.integers(0, len(rows) - 1), min_size=1).map(sorted))
-    target = free[0]
-    keep = row_to_keep_in(held, free, target)
-    if keep is None:
-        assert held[target].ids.size < MIN_COPIED or held[target].stamp == min(held[row].stamp for row in free)
-        return
-    assert keep in free and keep != target and held[target].ids.size >= MIN_COPIED
-    assert held[keep].stamp == min(held[row].stamp for row in free)
-    alike = [row for row in free if held[row].stamp == held[keep].stamp]
-    assert held[keep].ids.size == 0 or all(held[row].ids.size for row in alike), "an empty one before one that is not"
+def test_a_prompt_takes_the_row_left_longest_ago_or_goes_on_with_its_own(rows: Any, data: st.DataObject) -> None:
+    held, prompt = memories(rows), PROMPT_IDS[: data.draw(st.integers(1, 80))]
+    free = data.draw(st.sets(st.integers(0, len(rows) - 1), min_size=1))
+    match = best_match(held, free, prompt, 5)
+    taken = held[match.target]
+    assert match.target in free
+    if match.source == match.target and match.tokens == taken.ids.size:
+        return  # nothing is lost
+    assert taken.stamp == min(held[row].stamp for row in free)
+    alike = [row for row in free if held[row].stamp == taken.stamp]
+    assert taken.ids.size == 0 or all(held[row].ids.size for row in alike), "an empty one before one that is not"
 
 
-def test_who_is_kept_where() -> None:
+def test_which_row_a_prompt_takes() -> None:
     long, short = PROMPT_IDS[:MIN_COPIED], PROMPT_IDS[: MIN_COPIED - 1]
-    assert row_to_keep_in(memories([(long, 0, 0, 3), (long, 0, 0, 2), (long, 0, 0, 1)]), [0, 1, 2], 0) == 2
-    assert row_to_keep_in(memories([(long, 0, 0, 3), (long, 0, 0, 2), (long, 0, 0, 1)]), [0, 1], 0) == 1
-    assert row_to_keep_in(memories([(short, 0, 0, 3), (long, 0, 0, 2)]), [0, 1], 0) is None, "not worth it"
-    assert row_to_keep_in(memories([(long, 0, 0, 1), (long, 0, 0, 2)]), [0, 1], 0) is None, "left longest ago itself"
-    assert row_to_keep_in(memories([(long, 0, 0, 1), (long, 0, 0, 0)]), [0], 0) is None, "none else is free"
+    rows = memories([(long, 40, 0, 3), ([], 0, 0, 2), (short, 40, 0, 1)])
+    for free, prompt, expected in (
+        ({0, 1, 2}, PROMPT_IDS, (0, 0, MIN_COPIED)),  # it continues all of row 0
+        ({1, 2}, PROMPT_IDS, (0, 2, MIN_COPIED)),  # which is in use
+        ({0, 1}, short, (1, 1, 0)),  # copying less is not worth it
+        ({0, 2}, short, (2, 2, MIN_COPIED - 2)),  # in place it is
+        ({0}, short, (0, 0, MIN_COPIED - 2)),
+    ):
+        assert best_match(rows, free, prompt, 5)[:3] == expected
 
 
 @pytest.mark.further
