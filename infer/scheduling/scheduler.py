@@ -43,7 +43,7 @@ from infer.scheduling.buckets import MIN_CAPACITY
 from infer.scheduling.handle import Handle
 from infer.scheduling.prefix_cache import Match, PrefixCache, RowMemory, read_row
 from infer.scheduling.runner import ALL_STEPS, DraftControl, InFlightSteps, Runner
-from infer.scheduling.step_cost import StepCost, draft_pays, measure_cost
+from infer.scheduling.step_cost import draft_pays, measure_cost
 from infer.scheduling.warm_up import compile_all, programs_of
 
 MIN_SLOTS_COPIED = 64
@@ -100,7 +100,6 @@ class Scheduler:
         self._waiting: deque[Handle] = deque()
         self._arrivals = 0  # requests that got a row
         self._alone: Handle | None = None  # the only request that may start; None: all may
-        self._cost: StepCost | None = None
         self._state: DecodeState | None = None
         self._summary: StepSummary | None = None  # summary of `_state`; None: outdated
         self._in_flight: InFlightSteps | None = None
@@ -125,10 +124,10 @@ class Scheduler:
 
     def _with_paying_draft(self, request: Request) -> Request:
         """Return a request without a draft of exact fields where it costs more than it saves, if costs are measured."""
-        if request.draft is None or self._cost is None or self.runner.drafts.always:
+        if request.draft is None or self.runner.cost is None or self.runner.drafts.always:
             return request
         blocks = list(map(len, request.draft.blocks(self._config.max_branches)))
-        return replace(request, drafts=draft_pays(self._cost, blocks, self.runner.buckets, len(request.prompt)))
+        return replace(request, drafts=draft_pays(self.runner.cost, blocks, self.runner.buckets, len(request.prompt)))
 
     def retry_alone(self, handle: Handle) -> None:
         """Queue a failed request first. Other requests wait until it ends or fails."""
@@ -200,7 +199,7 @@ class Scheduler:
             most = buckets.max_checked if checks else 0
             compile_all(programs_of(self._lm, self._config, self._state_now(), used, not alone, most))
             if not alone or checks:
-                state, self._cost = measure_cost(self._lm, self._config, self._state_now(), used)
+                state, self.runner.cost = measure_cost(self._lm, self._config, self._state_now(), used)
                 self._change(state)
             return self.runner.clock() - before
 
@@ -234,8 +233,9 @@ class Scheduler:
         if self._state is None:
             self._state = new_state(self._lm, self._config, len(self._rows), self._capacity, self._token_classes)
             judged = self.runner.drafts.active and not self.runner.drafts.always
-            if judged and self._cost is None:
-                self._state, self._cost = measure_cost(self._lm, self._config, self._state, self.runner.buckets.buckets)
+            if judged and self.runner.cost is None:
+                buckets = self.runner.buckets.buckets
+                self._state, self.runner.cost = measure_cost(self._lm, self._config, self._state, buckets)
         return self._state
 
     def _change(self, state: DecodeState) -> None:
@@ -321,35 +321,31 @@ class Scheduler:
     def _decode(self, max_steps: int, return_on_end: bool) -> None:
         """Run a chunk; it also ends with a request if `return_on_end`, or if others wait."""
         rows, before = list(self._running), self.runner.clock()
-        done, scored, summary, join = 0, 0, self._summary_now(), return_on_end or bool(self._waiting)
-        checked = set[int]()  # rows that had a check in this chunk
+        done, summary, join = 0, self._summary_now(), return_on_end or bool(self._waiting)
+        passed = set[int]()  # rows that had a pass in this chunk
         left = max_steps - self.last_chunk.steps  # steps that are not in flight
         ends_chunk = self._end_prefills(summary)
         while True:
             ended = join and bool((summary.finish[rows] != RUNNING).any())
-            allowed = 0 if ends_chunk or ended else left - done - scored
+            allowed = 0 if ends_chunk or ended else left - done
             steps_left = allowed if summary.tokens.any() else 0
             waiting = {row: handle for row, handle in self._decoding.items() if summary.waits[row]}
             if allowed <= 0:  # known branches and checks take steps, at least one in each chunk
-                had = checked | {row for row, handle in waiting.items() if scored and handle.request.scored}
-                waiting = {row: handle for row, handle in waiting.items() if row not in had}
+                waiting = {row: handle for row, handle in waiting.items() if row not in passed}
             if not waiting and steps_left <= 0:
                 break
             # A step of the other sequences runs while the host decides.
             started = self._start(summary, 1 if waiting else steps_left, join) if steps_left > 0 else None
             decisions = self._decide(waiting, summary) if waiting else {}
-            checked |= {row for row, guidance in decisions.items() if guidance.check}
+            passed |= {row for row, guidance in decisions.items() if guidance.check or guidance.scores}
             if started is not None:
-                steps, self._summary = self.runner.end(started, self._cost)
+                steps, self._summary = self.runner.end(started)
                 self._take_tokens()
                 done += steps
-            if scoring := [row for row, guidance in decisions.items() if guidance.scores]:
-                scored += self._score(scoring)
-            if decisions := {row: guidance for row, guidance in decisions.items() if not guidance.scores}:
-                done += self._guide(decisions)
+            done += self._guide(decisions)
             summary = self._summary_now()
             ends_chunk = self._end_prefills(summary)
-        self._count(summary, done + scored, self.runner.clock() - before)
+        self._count(summary, done, self.runner.clock() - before)
         # Start the next steps before reading.
         feeding = any(handle.prompt is not None for handle in self._running.values())
         known = not feeding and bool((summary.finish[rows] == RUNNING).all())
@@ -379,14 +375,18 @@ class Scheduler:
         if self._in_flight is None:
             return
         started, self._in_flight = self._in_flight, None
-        steps, summary = self.runner.end(started, self._cost)
+        steps, summary = self.runner.end(started)
         self._take_tokens()
         if not self._changed:
             self._summary = summary
         self._count(summary, steps, self.runner.clock() - started.start)
 
     def _guide(self, rows: dict[int, RowGuidance]) -> int:
-        """Apply decisions for sequences, by row; return the passes of their checks."""
+        """Apply decisions for sequences, by row; return the number of passes over known branches and checks."""
+        scoring = [row for row, guidance in rows.items() if guidance.scores]
+        passes = self._score(scoring) if scoring else 0
+        if not (rows := {row: guidance for row, guidance in rows.items() if not guidance.scores}):
+            return passes
         arrays = guidance_arrays(rows, len(self._rows), self._schemas.words, self._config)
         state, summary = guide(self._state_now(), arrays, self._config)
         self._change(state)
@@ -398,9 +398,8 @@ class Scheduler:
         self._summary = summary.read()
         for row, guidance in rows.items():
             self._running[row].output.apply(guidance, self._config)
-        checks, passes = {row: guidance.check for row, guidance in rows.items() if guidance.check}, 0
-        if checks:
-            for state, after in self.runner.check(self._state_now(), checks, self._summary_now().length, self._cost):
+        if checks := {row: guidance.check for row, guidance in rows.items() if guidance.check}:
+            for state, after in self.runner.check(self._state_now(), checks, self._summary_now().length):
                 self._change(state)
                 self._summary, passes = after, passes + 1
                 for row, segment, taken in logged_tokens(after.log):
@@ -416,7 +415,7 @@ class Scheduler:
             assert isinstance(controller, Scoring)
             parts[row] = controller.tokens, output.scored_tokens
         slots = {row: self._prefixes.memory(row).slots for row in rows}
-        for state, read in self.runner.score(self._state_now(), parts, slots, streamed, self._cost):
+        for state, read in self.runner.score(self._state_now(), parts, slots, streamed):
             self._state, self._changed, passes = state, True, passes + 1
             for row, (tokens, scores) in read.items():
                 output = self._running[row].output

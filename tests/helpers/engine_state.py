@@ -39,4 +39,4 @@ def engine_state(engine: Engine) -> EngineState:
     with scheduler._lock:
         rows, waiting = tuple(scheduler._rows), tuple(scheduler._waiting)
         state = scheduler._state_now()
-        return EngineState(state, rows, waiting, scheduler._cost, scheduler._schemas, scheduler._output)
+        return EngineState(state, rows, waiting, scheduler.runner.cost, scheduler._schemas, scheduler._output)

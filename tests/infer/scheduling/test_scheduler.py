@@ -175,8 +175,8 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     end = Runner.end
 
-    def counted(runner: Runner, started: InFlightSteps, cost: StepCost | None) -> Any:
-        done, after = end(runner, started, cost)
+    def counted(runner: Runner, started: InFlightSteps) -> Any:
+        done, after = end(runner, started)
         before = started.first
         left = np.where(after.phase == PROMPT, after.tokens, 0)
         if tokens := int((before.tokens - left)[before.phase == PROMPT].sum()):

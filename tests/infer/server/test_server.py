@@ -281,7 +281,7 @@ def test_a_poisoned_request_takes_no_other_with_it(engine: Engine, monkeypatch: 
             return True
         return step(1)
 
-    def breaks(runner: Runner, started: Any, cost: Any) -> Any:
+    def breaks(runner: Runner, started: Any) -> Any:
         running = [handle for handle in engine_state(engine).rows if handle]
         if any(handle.request.seed == 666 for handle in running):
             ends.append(len(running))
@@ -289,7 +289,7 @@ def test_a_poisoned_request_takes_no_other_with_it(engine: Engine, monkeypatch: 
                 failures.append(len(running))
                 ends.clear()
                 raise RuntimeError("poison")
-        return end(runner, started, cost)
+        return end(runner, started)
 
     with serving(engine) as server:
         client = server.client()
