@@ -42,11 +42,10 @@ from infer.decode.state import (
 
 
 class SerialRule(NamedTuple):
-    """Rule of the serial segment until the next decision of the host: fields of `Cursor`, of one or of all rows."""
+    """Rule of the serial segment until the next decision of the host: fields of `Cursor`."""
 
-    rule: Any
-    later_rule: Any
-    writes: Any = A_TEXT
+    rule: int
+    writes: int = A_TEXT
 
 
 @dataclass(frozen=True)

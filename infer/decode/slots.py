@@ -112,7 +112,6 @@ def admit(state: DecodeState, packed: Packed[Admission], config: EngineConfig) -
             block=new.block,
             arrival=new.arrival,
             rule=new.rule,
-            later_rule=new.rule,
         ),
         segments=sequence.segments._replace(
             stops=sequence.segments.stops.at[new.row, 0].set(new.stops, mode="drop"),
@@ -230,7 +229,6 @@ def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length
             position=s.cursor.position + length,
             block=s.cursor.block + 1,
             rule=s.cursor.rule + ANY_TEXT,
-            later_rule=s.cursor.later_rule + ANY_TEXT,
         ),
         segments=s.segments._replace(
             queue=s.segments.queue + 1,

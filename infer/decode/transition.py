@@ -160,7 +160,6 @@ def _advance_serial(s: SequenceState, derived: Derived, tokens: SegmentTokens) -
             phase=jnp.full_like(cursor.phase, SERIAL),
             finish=jnp.select([ends, spent & ~waits], [STOP, LENGTH], RUNNING),
             position=first + jnp.where(cursor.phase == PROMPT, 1, derived.due[:, 0]),
-            rule=cursor.later_rule,
         ),
         segments=s.segments._replace(
             queue=s.segments.queue.at[:, 0, 0].set(tokens.token),

@@ -101,7 +101,7 @@ class _Script:
 def _goes_on(*known: int) -> RowGuidance:
     """Return the decision that serial text goes on to the next tag, behind known tokens."""
     stops = 1 << TITLE_START | 1 << TITLE_END | 1 << PARALLEL_START
-    return RowGuidance(stops={0: stops}, known_tokens={0: known}, counted=False, serial=SerialRule(ANY_TEXT, ANY_TEXT))
+    return RowGuidance(stops={0: stops}, known_tokens={0: known}, counted=False, serial=SerialRule(ANY_TEXT))
 
 
 @partial(jax.jit, static_argnames=("config", "bucket"), donate_argnames="state")

@@ -156,7 +156,7 @@ class RandomDecisions(Controller):
         place = random.randint(max(1, size - 6), size - (not output.branch_ids))  # a pending token is dropped
         text = [random.randrange(100, 200) for _ in range(random.randint(1, 40))]
         if kind == "text":
-            rule = SerialRule(ANY_TEXT, ANY_TEXT)
+            rule = SerialRule(ANY_TEXT)
             return RowGuidance(left={0: random.randint(1, 5)}, serial=rule, resume_at=self._base + place, text=text)
         heads = {number: text[: random.randint(1, 3)] for number in range(1, random.randint(3, 5))}
         return RowGuidance(
