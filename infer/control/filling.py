@@ -129,7 +129,7 @@ class HoleState:
         """
         if self._lead:
             return [], [self.mask(words)]
-        return permitted_drafts(self._matcher, drafts, lambda matcher: next_mask(matcher, words), self.completes)
+        return permitted_drafts(self._matcher, drafts, words, self.completes)
 
     def completes(self, tokens: Sequence[int]) -> bool:
         """Return whether the value ends with further tokens."""

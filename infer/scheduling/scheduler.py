@@ -293,8 +293,8 @@ class Scheduler:
             controller = Tags(self._config, self._token_classes, self._codec.text if self._codec else None)
         if request.template is not None:
             controller = Filling(request, self._schemas, self._lm.codec.text, self._config)
-        elif request.params.answer_grammar or request.params.branch_schema or request.params.prediction:
-            serial = controller = Constraint(controller, request, self._schemas, self._config)
+        elif request.params.answer_grammar or request.params.prediction:
+            serial = controller = Constraint(request, self._schemas, self._config)
             if request.draft is not None:
                 draft = Filling(request, self._schemas, self._lm.codec.text, self._config)
                 controller = Exact(draft, serial, request, self._lm.codec.text)

@@ -54,7 +54,7 @@ def requests(lm: LanguageModel) -> Iterator[SamplingParams]:
         yield SamplingParams(**hot, seed=seed + 2, max_branch_tokens=5)
         yield SamplingParams(**hot | {"max_new_tokens": 40 + seed}, seed=seed + 3)
         yield SamplingParams(**hot, seed=seed + 4, stop=("e", "a b"))
-        yield SamplingParams(**hot, seed=seed + 5, branch_schema={"type": "object", "properties": {"word": word}})
+        yield SamplingParams(**hot, seed=seed + 5, json_schema={"type": "object", "properties": {"word": word}})
 
 
 def compare(own: Engine, params: list[SamplingParams]) -> Counter[str]:

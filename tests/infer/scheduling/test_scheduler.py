@@ -560,7 +560,7 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
         {"stop": ("e", "th")},
         {"json_schema": {"type": "object"}},
         {"choices": ("yes", "no")},
-        {"branch_schema": {"type": "integer"}},
+        {"json_schema": {"type": "integer"}},
         {"script": ((40, 41, 42),)},
         {"max_content_tokens": 0},
         {"logit_bias": {own.config.special.title_start: 100.0}},
