@@ -252,8 +252,6 @@ def run(
             & (jnp.max(answers) <= bucket.max_per_row)
             & (length <= bucket.slots)
         )
-        if bucket.rows > 1:
-            fits &= jnp.all(plan.rows | (need.tokens == 0))
         finished = jnp.sum(cursor.finish == RUNNING) < running
         changed = (unfed(cursor) < prompts) | (jnp.sum(waiting(state.sequence)) > waited) | (conditions.join & finished)
         is_narrow = jnp.sum(tokens) <= conditions.smaller
