@@ -113,7 +113,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     from aspd_jax.language_model import as_int8
     from aspd_jax.progress import Bar
     from aspd_jax.shapes import benchmark_model
-    from infer.bench.decoding import ANSWER_HEAD, answer_rows, answer_times, transformers_time
+    from infer.bench.decoding import ANSWER_HEAD, answer_rows, answer_times
     from infer.bench.step_times import copy_bandwidth, logit_error, measure_steps, peak_bytes, step_table
 
     positive(options, "context", "batch", "repeats")
@@ -159,18 +159,15 @@ def run_bench_decode(options: argparse.Namespace) -> None:
             print(f"Steps, batch 1, {options.repeats} runs of 16:\n\n{step_table(times, copied)}\n", flush=True)
         runs.append({"context": context, "steps": [vars(time) for time in times], "answers": []})
         note()
-        pairs = []
         kinds = list(product(options.batch, answers))
         for batch, (branches, length) in Bar(kinds, unit="answer"):
             pair = answer_times(lm, branches, length, context, batch, options.repeats)
-            torch = transformers_time(lm, pair[0].content, context, batch, options.repeats)
-            pairs.append([*pair, torch] if torch else pair)
-            if len(pairs) == 1:
+            if not runs[-1]["answers"]:
                 print(f"Answers, {options.repeats} alternating runs of each:\n\n{ANSWER_HEAD}")
-            print(answer_rows(pairs[-1]), flush=True)
-            runs[-1]["answers"] += [vars(answer) for answer in pairs[-1]]
+            print(answer_rows(pair), flush=True)
+            runs[-1]["answers"] += [vars(answer) for answer in pair]
             note()
-        if pairs:
+        if kinds:
             print()
     print(f"peak memory {peak_bytes() / 1e9:.2f} GB")
 

@@ -58,7 +58,7 @@ from infer.request import (
 from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import prompt_layout
 from infer.scheduling.buckets import MAX_TOKENS, Buckets, capacity_for
-from infer.scheduling.handle import DebugState, Handle
+from infer.scheduling.handle import Handle
 from infer.scheduling.runner import DraftControl
 from infer.scheduling.scheduler import Scheduler, StepStats
 
@@ -172,10 +172,6 @@ class Engine:
     def last_chunk(self) -> StepStats:
         """Return the statistics of the last call of `step`."""
         return self._scheduler.last_chunk
-
-    def debug_state(self) -> DebugState:
-        """Return the state of the scheduler and of the device, for tests."""
-        return self._scheduler.debug_state()
 
     def encode(
         self,
@@ -415,8 +411,7 @@ class Engine:
             raise RequestError("prediction: expected a model whose tokens have bytes of their own, got another.")
         if params.fork_bias and self.config.special.title_start < 0:
             raise RequestError("fork_bias: expected a model whose tags are special tokens, got one without.")
-        if params.answer_grammar or params.branch_schema:
-            self._schemas.check_all(params)  # reports errors before anything is decoded
+        self._schemas.check_all(params)  # reports errors before anything is decoded
         ids = self.encode(prompt)
         if template is not None and template.opening:
             ids = [*ids, *self.lm.codec.text.encode_exactly(template.opening)]
@@ -577,7 +572,7 @@ class Engine:
     def _writes_lists(self, params: SamplingParams, adapter: str, lists: ListMode) -> bool:
         """Return whether lists are decoded in parallel without tags: of a chat model that was not trained with them."""
         is_chat = self.lm.tokenizer is not None and bool(self.lm.tokenizer.chat_template)
-        plain = is_chat and not (self.lm.tagged or adapter) and not (params.script or params.branch_schema)
+        plain = is_chat and not (self.lm.tagged or adapter) and not params.script
         return plain and lists == "parallel" and self.lm.codec.text.has_byte_spellings
 
     def step(self, max_steps: int | None = None) -> bool:
@@ -590,7 +585,7 @@ class Engine:
 
     def retry_alone(self, handle: Handle) -> None:
         """Queue a failed request first. Other requests wait until it ends or fails."""
-        self._scheduler.retry_alone(handle.state)
+        self._scheduler.retry_alone(handle)
 
     def reset_cache(self) -> None:
         """Clear the prefix cache: later prompts reuse nothing of earlier requests."""

@@ -30,7 +30,7 @@ ListMode = Literal["parallel", "serial"]  # how lists of models without tags are
 Fields = Literal["serial", "parallel", "exact"]
 Stream: TypeAlias = Literal["text", "branches"] | None
 GRAMMARS = ("json_schema", "regex", "choices", "grammar")  # fields that constrain a whole answer
-BESIDE_TEMPLATES = ("script", "branch_schema", "min_tokens", "prediction")  # fields that a template excludes
+BESIDE_TEMPLATES = ("script", "min_tokens", "prediction")  # fields that a template excludes
 MAX_TITLE_TOKENS = 24  # default of the engine, and limit of the proxy (protocol, section 5)
 STRINGS, BIASES = tuple[str, ...], Mapping[Any, float]  # types of parameters that are no single value
 
@@ -227,7 +227,6 @@ READERS: Mapping[str, Callable[[Parameter, Any], Any]] = {
     "choices": Parameter.strings,
     "logit_bias": Parameter.biases,
     "json_schema": Parameter.schema,
-    "branch_schema": Parameter.schema,
     "template": Parameter.written,
     "script": Parameter.segments,
     "fields": Parameter.choice,
@@ -294,7 +293,6 @@ class SamplingParams:
             `fields="exact"`, these values are the draft of the text that is filled from left to right.
         prediction: text that the answer may have, as a source of draft tokens (protocol, section 5); the answer is that
             of serial mode.
-        branch_schema: JSON schema of the text of every branch, which is one JSON value.
         script: token ids to take in place of sampled ones: of the serial segment (titles and tags included), of the
             first branch, and so on; the same for every block. A segment is sampled after the end of its script. Steps
             run as usual, so both modes can be timed on equal content.
@@ -339,7 +337,6 @@ class SamplingParams:
     fields: Fields = _library_parameter("serial")
     template: Template | str | None = _library_parameter(None)
     prediction: str | None = _library_parameter(None)
-    branch_schema: str | Mapping[str, Any] | type | None = _library_parameter(None)
     script: Sequence[Sequence[int]] = _library_parameter(())
 
     def __post_init__(self) -> None:

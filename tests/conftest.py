@@ -68,9 +68,10 @@ from infer.control.tags import Tags
 from infer.decode.derived import BranchBudget
 from infer.decode.guidance import guidance_arrays, guide
 from infer.decode.inputs import plan_step
+from infer.decode.slots import admit
 from infer.decode.state import PROMPT, DecodeState, EngineConfig, SequenceState, waiting
 from infer.request import Request
-from infer.scheduling.admission import admission, admit_request, classes_of, new_state
+from infer.scheduling.admission import admission, classes_of, new_state
 from infer.scheduling.buckets import capacity_for
 from tests.helpers.byte_tokenizer import train_tokenizer
 from tests.helpers.cached_answers import cached_answer
@@ -343,7 +344,7 @@ def laid_out(lm: LanguageModel, config: EngineConfig, requests: Sequence[Request
     capacity = capacity_for(max(len(request.prompt) + request.budget for request in requests))
     state = new_state(lm, config, next_power(len(requests)), capacity)
     for row, request in enumerate(requests):
-        state = admit_request(state, request, admission(lm, config, state, request, row), config)
+        state = admit(state, admission(lm, config, state, request, row), config)
     return state
 
 

@@ -478,7 +478,7 @@ def make_result(
         reason = "stop"
     text = plain_text(structure)
     if filled is not None:
-        widths, content = filled.widths, len(token_ids)
+        widths, content = tuple(map(len, filled.blocks)), len(token_ids)
     else:
         widths = tuple(len(item.branches) for item in items if isinstance(item, BlockIds))
         content = count_content(items)
@@ -488,7 +488,7 @@ def make_result(
         generated_tokens=len(token_ids),
         content_tokens=content,
         steps=output.steps,
-        critical_path=filled.critical_path if filled else output.critical_path,
+        critical_path=output.critical_path,
         blocks=len(widths),
         branches=sum(widths),
         discarded_tokens=output.discarded,

@@ -270,17 +270,17 @@ class FilledReader:
             if (number, 0) in self._ended:
                 continue
             if (number, 1) not in self._shown:
-                events.append(Event("fork", number, titles=tuple(hole.name for hole in block.holes)))
-            for branch, hole in enumerate(block.holes, 1):
+                events.append(Event("fork", number, titles=tuple(hole.name for hole in block)))
+            for branch, hole in enumerate(block, 1):
                 key, before = (number, branch), self._shown.get((number, branch), "")
                 text = state.template.lead(hole) + state.values.get(hole.name, "")
                 self._shown[key] = max(before, text, key=len)
                 if len(text) > len(before):
                     events.append(Event("token", number, branch, text=text[len(before) :]))
-                if key not in self._ended and hole.name not in block.growing:
+                if key not in self._ended and hole.name not in state.growing:
                     self._ended.add(key)
                     events.append(Event("branch", number, branch, text=text))
-            if not block.growing:
+            if number < len(state.blocks) or not state.growing:
                 self._ended.add((number, 0))
                 events.append(Event("merge", number))
         following = state.template.following(state.template.holes[-1])

@@ -107,45 +107,22 @@ def hole_text(template: Template, hole: Hole) -> HoleText:
 
 
 @dataclass(frozen=True)
-class FilledBlock:
-    """A block of holes that are filled in parallel.
-
-    Attributes:
-        holes: the holes in the order of the branches.
-        growing: names of the holes whose values are not complete.
-    """
-
-    holes: tuple[Hole, ...]
-    growing: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
 class Filled:
     """A template as far as it is filled.
 
     Attributes:
         template: the template.
         values: values by name; of holes that grow, what later tokens cannot change.
-        blocks: blocks that have begun.
-        critical_path: see `Statistics`.
+        blocks: blocks that have begun: their holes, in the order of the branches.
+        growing: names of the holes of the last block whose values are not complete.
         is_final: whether the answer has ended.
     """
 
     template: Template
     values: Mapping[str, str]
-    blocks: tuple[FilledBlock, ...] = ()
-    critical_path: int = 1
+    blocks: tuple[tuple[Hole, ...], ...] = ()
+    growing: frozenset[str] = frozenset()
     is_final: bool = False
-
-    @property
-    def growing(self) -> frozenset[str]:
-        """Return the names of the holes whose values are not complete."""
-        return self.blocks[-1].growing if self.blocks else frozenset()
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Return the number of branches of each block."""
-        return tuple(len(block.holes) for block in self.blocks)
 
     @property
     def text(self) -> str:
@@ -162,7 +139,7 @@ class Filled:
         not complete, also if its block has not begun.
         """
         template = self.template
-        numbers = {hole.name: number for number, block in enumerate(self.blocks) for hole in block.holes}
+        numbers = {hole.name: number for number, block in enumerate(self.blocks) for hole in block}
         cut = next((n for n, hole in enumerate(template.holes) if not self._complete(hole)), len(template.holes))
         read = template.holes[: cut + 1] if self.is_final else template.holes
         begun = [hole for hole in read if hole.name in numbers]

@@ -6,15 +6,10 @@ else, including sampling, is computed as usual.
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
-
-import jax
 
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
@@ -27,15 +22,13 @@ SERIAL_TEXT = 32  # tokens before and after the block together
 TITLE = 2  # tokens of a title
 SEPARATOR = (1,)
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class AnswerTime:
     """Times of whole answers with one structure in one mode; medians over runs.
 
     Attributes:
-        name: `adaptive`, `serial` or `transformers`.
+        name: mode.
         batch: number of simultaneous requests.
         branches: number of branches of the block; 0: no block.
         length: tokens of a branch, with head and closing tag.
@@ -51,7 +44,7 @@ class AnswerTime:
         deciding: seconds of these decisions.
     """
 
-    name: str
+    name: Mode
     batch: int
     branches: int
     length: int
@@ -171,60 +164,6 @@ def answer_times(
             )
         )
     return times
-
-
-def transformers_time(lm: LanguageModel, content: int, context: int, batch: int, repeats: int) -> AnswerTime | None:
-    """Time greedy `generate` of `transformers` for a randomly initialised Llama of the same shape.
-
-    Returns:
-        Times; None if torch is not installed, does not support the device that JAX uses, or runs out of memory.
-    """
-    if importlib.util.find_spec("torch") is None:
-        return None
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = lm.config
-    shape = LlamaConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.feed_forward,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=context + content,
-        tie_word_embeddings=config.tied,
-        eos_token_id=None,
-    )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if (jax.default_backend() == "cpu") != (device == "cpu"):
-        return None
-    model: Any = None
-    default_dtype, times = torch.get_default_dtype(), []
-    try:
-        torch.set_default_dtype(getattr(torch, config.dtype))
-        with torch.device(device):
-            model = LlamaForCausalLM(shape).eval()
-        prompts = torch.tensor([random_prompt(lm, context, seed) for seed in range(batch)], device=device)
-        with torch.inference_mode():
-            for _ in range(repeats + 1):
-                start = time.perf_counter()
-                model.generate(prompts, max_new_tokens=content, min_new_tokens=content, do_sample=False)
-                times.append(time.perf_counter() - start)
-    except torch.OutOfMemoryError:
-        log.warning("transformers was not timed at batch %d: not enough device memory beside JAX", batch)
-        return None
-    finally:
-        torch.set_default_dtype(default_dtype)
-        del model
-        torch.cuda.empty_cache()
-    first, *measured = times
-    middle = median(measured)
-    return AnswerTime(
-        "transformers", batch, 0, 0, content, content, content - 1, middle, min(measured), max(measured), middle,
-        float("nan"), 1.0, max(0.0, first - middle), 0, 0.0,
-    )  # fmt: skip
 
 
 ANSWER_HEAD = (

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 
 from aspd_jax.errors import RequestError, TokenizerError
 from aspd_jax.grammar_limits import limit_error
 from aspd_jax.json_schema import json_rule
-from aspd_jax.template import Hole, Template, check_literals
+from aspd_jax.template import Template, check_literals
 from aspd_jax.tokens import TextCodec
 from infer.answers.answer import RequestOutput
-from infer.answers.filled import END_TOKENS, Filled, FilledBlock, HoleText, hole_text
+from infer.answers.filled import END_TOKENS, Filled, HoleText, hole_text
 from infer.control.controller import Controller
 from infer.control.masks import known_limit, next_mask, only_token, permitted_drafts
 from infer.control.schemas import Schemas
@@ -36,28 +36,15 @@ TAIL: /[ \t\r\n]*[,}\]](.|\n)*|[ \t\r\n]+/
 value: """
 
 
-class BranchStart(NamedTuple):
-    """Beginning of a branch: its lead, as text and as tokens.
-
-    Attributes:
-        text: text around the hole.
-        lead: tokens before the value, in the model's context.
-    """
-
-    text: HoleText
-    lead: list[int]
-
-    @property
-    def hole(self) -> Hole:
-        """Return the hole."""
-        return self.text.hole
+BranchStart: TypeAlias = tuple[HoleText, list[int]]  # text around a hole, and the tokens of its lead
 
 
 class HoleState:
     """A hole that is being filled, token by token.
 
     Args:
-        start: lead of the branch, and text that ends it.
+        text: text around the hole.
+        lead: tokens before the value, in the model's context.
         schemas: compiled schemas.
         codec: codec of the tokenizer.
         ends: tokens that end free text.
@@ -75,11 +62,17 @@ class HoleState:
     """
 
     def __init__(
-        self, start: BranchStart, schemas: Schemas, codec: TextCodec, ends: frozenset[int], limit: int
+        self,
+        text: HoleText,
+        lead: Sequence[int],
+        schemas: Schemas,
+        codec: TextCodec,
+        ends: frozenset[int],
+        limit: int,
     ) -> None:
-        self.hole, self._text, self._lead = start.hole, start.text, list(start.lead)
+        self.hole, self._text, self._lead = text.hole, text, list(lead)
         self._ends, self._limit = ends, limit
-        grammar = value_grammar(start.text)
+        grammar = value_grammar(text)
         self._matcher = None if grammar is None else schemas.matcher("hole", grammar)
         self._ids: list[int] = []
         self._codec, self._stream = codec, codec.stream()
@@ -136,7 +129,7 @@ class HoleState:
         """
         if self._lead:
             return [], [self.mask(words)]
-        return permitted_drafts(self._matcher, drafts, lambda matcher: next_mask(matcher, words), self.completes)
+        return permitted_drafts(self._matcher, drafts, words, self.completes)
 
     def completes(self, tokens: Sequence[int]) -> bool:
         """Return whether the value ends with further tokens."""
@@ -212,13 +205,11 @@ class Filling(Controller):
                         state.end(number in output.exhausted)
         self._ended |= output.finish != RUNNING
         states = [state for block in self._begun for state in block]
-        made = tuple(
-            FilledBlock(tuple(s.hole for s in block), frozenset(s.hole.name for s in block if not s.complete))
-            for block in self._begun
-        )
+        blocks = tuple(tuple(state.hole for state in block) for block in self._begun)
+        growing = frozenset(state.hole.name for state in states if not state.complete)
+        filled = Filled(self._template, {s.hole.name: s.value for s in states}, blocks, growing, self._ended)
         path = 1 + self._merges + sum(max(state.sampled for state in block) for block in self._begun)
-        filled = Filled(self._template, {s.hole.name: s.value for s in states}, made, path, self._ended)
-        return replace(output, template=filled)
+        return replace(output, template=filled, path=path, sampled=[])
 
     def follow(self, output: RequestOutput) -> RowGuidance:
         """Return the decisions after the last `read`."""
@@ -254,7 +245,7 @@ class Filling(Controller):
     def _begin_block(self) -> RowGuidance:
         limit = self._request.params.max_branch_tokens
         starts = self._blocks[len(self._begun)]
-        states = [HoleState(start, self._schemas, self._codec, self._ends, limit) for start in starts]
+        states = [HoleState(*start, self._schemas, self._codec, self._ends, limit) for start in starts]
         self._begun.append(states)
         known = {number: state.queue(self._config.longest_head) for number, state in enumerate(states, 1)}
         masks = {number: [state.mask(self._schemas.words)] for number, state in enumerate(states, 1)}
@@ -287,17 +278,13 @@ class Filling(Controller):
 
 def template_blocks(template: Template, codec: TextCodec, max_branches: int) -> list[list[BranchStart]]:
     """Return the branches of each block."""
-
-    def start(hole: Hole) -> BranchStart:
-        text = hole_text(template, hole)
-        return BranchStart(text, codec.encode_exactly(text.lead))
-
-    return [list(map(start, block)) for block in template.blocks(max_branches)]
+    texts = [[hole_text(template, hole) for hole in block] for block in template.blocks(max_branches)]
+    return [[(text, codec.encode_exactly(text.lead)) for text in block] for block in texts]
 
 
 def needed_tokens(blocks: Sequence[Sequence[BranchStart]]) -> int:
     """Return the tokens that blocks need at least."""
-    return sum(len(start.lead) + END_TOKENS for block in blocks for start in block)
+    return sum(len(lead) + END_TOKENS for block in blocks for _, lead in block)
 
 
 def check_template(
@@ -324,11 +311,11 @@ def check_template(
         raise RequestError(f"template: {error}") from None
     if (needed := needed_tokens(blocks)) > budget:
         raise RequestError(f"template: expected a budget of at least {needed} tokens, got {budget}.")
-    longest = max((start for block in blocks for start in block), key=lambda start: len(start.lead))
-    if len(longest.lead) + END_TOKENS > max_branch_tokens:
+    text, lead = max((start for block in blocks for start in block), key=lambda start: len(start[1]))
+    if len(lead) + END_TOKENS > max_branch_tokens:
         raise RequestError(
-            f"hole {longest.hole.name!r}: expected literal text of at most {max_branch_tokens - END_TOKENS} tokens "
-            f"(max_branch_tokens), got {len(longest.lead)}."
+            f"hole {text.hole.name!r}: expected literal text of at most {max_branch_tokens - END_TOKENS} tokens "
+            f"(max_branch_tokens), got {len(lead)}."
         )
     for hole in template.holes:  # as many as the budget has room for
         if (grammar := value_grammar(hole_text(template, hole))) is not None:

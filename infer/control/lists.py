@@ -41,7 +41,7 @@ from infer.decode.token_classes import ANY_TEXT, END, IN_LINE, ITEM, LINE_START,
 from infer.request import Request
 
 MARKS = LINES | 1 << MARK | 1 << OPENER
-SCRATCH = SerialRule(ANY_TEXT, ANY_TEXT)  # leads end neither the answer nor the sequence
+SCRATCH = SerialRule(ANY_TEXT)  # leads end neither the answer nor the sequence
 
 
 @dataclass

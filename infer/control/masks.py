@@ -29,7 +29,7 @@ def permits(mask: np.ndarray, token: int) -> bool:
 def permitted_drafts(
     matcher: Matcher | None,
     drafts: Sequence[int],
-    mask: Callable[[Matcher | None], np.ndarray],
+    words: int,
     ends: Callable[[Sequence[int]], bool],
 ) -> tuple[list[int], list[np.ndarray]]:
     """Return the draft tokens that may follow, and the token masks before and after each, uint32 [W].
@@ -37,10 +37,10 @@ def permitted_drafts(
     Args:
         matcher: position before the draft tokens; None: any token may follow.
         drafts: draft tokens.
-        mask: function from a position to the tokens that may come next.
+        words: W.
         ends: whether the last of these draft tokens ends the segment; it is not among those that follow.
     """
-    permitted, masks = list[int](), [mask(matcher)]
+    permitted, masks = list[int](), [next_mask(matcher, words)]
     matcher = matcher.copy() if matcher and drafts else matcher
     for token in drafts:
         if not permits(masks[-1], token) or ends([*permitted, token]):
@@ -48,7 +48,7 @@ def permitted_drafts(
         permitted.append(token)
         if matcher is not None:
             matcher.take([token])
-        masks.append(mask(matcher))
+        masks.append(next_mask(matcher, words))
     return permitted, masks
 
 

@@ -28,7 +28,6 @@ MAX_READY = 256  # maximum matchers in memory that no answer has yet
 # Fields of a request, and the names of their formats in llguidance.
 FORMATS: Mapping[str, Literal["json_schema", "regex", "grammar"]] = {
     "json_schema": "json_schema",
-    "branch_schema": "json_schema",
     "regex": "regex",
     "choices": "regex",
     "grammar": "grammar",
@@ -73,8 +72,6 @@ class Schemas:
 
     def check_all(self, params: SamplingParams) -> None:
         """Check the schemas of a request (`check`)."""
-        if params.branch_schema is not None:
-            self.check("branch_schema", str(params.branch_schema))
         if params.answer_grammar is not None:
             self.check(*params.answer_grammar)
 

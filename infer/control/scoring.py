@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from aspd_jax.model.cache import Bucket
+from aspd_jax.trees import zeros
 from infer.answers.answer import RequestOutput
 from infer.control.controller import Controller
 from infer.decode.guidance import RowGuidance
@@ -64,8 +65,8 @@ def score_inputs(
         bucket: sizes of the program.
     """
     lanes, fed = max_lanes(bucket), {}
-    arrays: Any = [np.zeros(size, np.int32) for size in (*[bucket.tokens] * 5, lanes, MAX_READS, MAX_READS)]
-    made: Any = ScoreInputs(arrays[0] + batch, *arrays[1:])
+    made: Any = zeros(ScoreInputs, {"T": bucket.tokens, "L": lanes, "R": MAX_READS}, np)
+    made.row.fill(batch)
     token = lane = read = 0
     for row, (known, start, size) in sorted(parts.items()):
         first = np.searchsorted(known.read_at, start)

@@ -39,8 +39,7 @@ CLOSED = 1 << TITLE_END  # rule that permits `<|/title|>` only
 
 def text_rule(forks: bool) -> SerialRule:
     """Return the rule of plain serial text, which may open a block or not."""
-    rule = ANY_TEXT | 1 << OTHER | 1 << END | text_stops(forks)
-    return SerialRule(rule, rule)
+    return SerialRule(ANY_TEXT | 1 << OTHER | 1 << END | text_stops(forks))
 
 
 def text_stops(forks: bool) -> int:
@@ -150,7 +149,7 @@ class Tags(Controller):
         closed = CLOSED if number > 1 else 0
         if closed:
             mask |= only_token(self._special.title_end, self._words)
-        rule = SerialRule(ANY_TEXT | closed, 0, A_NUMBER)
+        rule = SerialRule(ANY_TEXT | closed, A_NUMBER)
         return RowGuidance({0: [mask]}, stops={0: 0}, serial=rule)
 
     def _number(self, digits: Sequence[int]) -> int:
@@ -180,7 +179,7 @@ class Tags(Controller):
             return self._next_title(block, output)
         more = count < self._config.max_branches and (count < 2 or not completes_plan(title, self._classes))
         rule = (1 << TITLE_START if more else 0) | (1 << PARALLEL_START if count >= 2 else 0)
-        return RowGuidance({0: ()}, {0: 1}, {0: 0}, serial=SerialRule(rule, 0, A_NUMBER))
+        return RowGuidance({0: ()}, {0: 1}, {0: 0}, serial=SerialRule(rule, A_NUMBER))
 
     def _next_title(self, block: OpenBlock, output: RequestOutput) -> RowGuidance:
         """Return the beginning of a title; with leads, its `<|title|>` is known."""
@@ -217,26 +216,25 @@ class Tags(Controller):
         left = limit + self._leads - size
         while left > 1 and tokens_left - left + 1 < self._token_cost(block, size + left - 1):
             left -= 1
-        mask: Sequence[np.ndarray] = ()
+        barred = [] if size else [self._special.title_end]  # a title has at least one token
         if count == 1:  # the second title cannot be discarded, so it may not repeat the first
             distance = self._distance(block.current, block.titles)
             if distance == 1:
-                barred = self._name(block.titles[0])[-1]
-                mask = [~only_token(barred, self._words)]
+                barred.append(self._name(block.titles[0])[-1])
             left = min(left, max(1, distance - 1))
         elif count >= 2 and self._leads:
             left = min(left, self._distance(block.current, block.titles) + 1)
-        later = self._title | CLOSED
-        rule = later if size else self._title
+        rule = self._title | CLOSED
         if not self._leads and size >= limit:
             rule, left = CLOSED, 1
+        bits = [only_token(token, self._words) for token in barred]
         return RowGuidance(
-            {0: mask},
+            {0: [~np.bitwise_or.reduce(bits)] if bits else ()},
             {0: max(1, left)},
             {0: CLOSED},
             known_tokens={0: known},
             counted=False,
-            serial=SerialRule(rule, later, A_TITLE),
+            serial=SerialRule(rule, A_TITLE),
             spent=len(known),
         )
 

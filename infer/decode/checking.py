@@ -21,6 +21,7 @@ from jaxtyping import Bool, Int32, UInt32
 
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import OTHER, PLAIN_TEXT, Bucket, TokenBatch
+from aspd_jax.trees import zeros
 from infer.decode.decode_step import (
     StepSummary,
     TokenLog,
@@ -80,10 +81,9 @@ class CheckArrays(NamedTuple):
 
 def check_arrays(checks: Mapping[int, Check], batch: int, words: int, size: int) -> Packed[CheckArrays]:
     """Return checks by row as arrays; `batch`: B, `words`: W, `size`: T."""
-    tokens: Any = (np.full(size, batch, np.int32), np.zeros(size, np.int32), np.zeros(size, np.int32))
-    drafts: Any = (np.full(size, -1, np.int32), np.zeros(size, bool))
-    masks: Any = (np.zeros(batch, bool), np.zeros((size, words), np.uint32))
-    made: Any = CheckArrays(*tokens, *drafts, *masks)
+    made: Any = zeros(CheckArrays, {"T": size, "B": batch, "W": words}, np)
+    made.row.fill(batch)
+    made.draft.fill(-1)
     start = 0
     for row, one in sorted(checks.items()):
         place = slice(start, start := start + len(one.tokens))

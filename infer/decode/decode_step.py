@@ -17,7 +17,7 @@ from aspd_jax.layout import Array
 from aspd_jax.model.cache import Bucket, TokenBatch
 from infer.decode.derived import derive
 from infer.decode.grammar import sample_lanes
-from infer.decode.inputs import Lanes, StepPlan, Widths, max_lanes, next_inputs, plan_step, widths
+from infer.decode.inputs import Lanes, StepPlan, max_lanes, next_inputs, plan_step, widths
 from infer.decode.packed import Packed
 from infer.decode.speculation import speculate
 from infer.decode.state import (
@@ -36,7 +36,7 @@ from infer.decode.state import (
     shard_state,
     waiting,
 )
-from infer.decode.transition import take_tokens
+from infer.decode.transition import advance, hold
 
 LOG_STEPS = 16  # minimum steps of a run whose tokens fit its log
 MIN_LOG = 1024  # minimum tokens of a log
@@ -90,7 +90,9 @@ def step(
         state, taken = speculate(params, state, derived, config, inputs, hidden, logits, bucket.slots)
     else:
         tokens = sample_lanes(logits, state, derived, config, inputs.lanes)
-        state, taken = take_tokens(state, derived, config, inputs, tokens), tokens.token[None]
+        state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.token, bool))
+        taken = tokens.token[None]
+    state = hold(state, derived, inputs)
     return state, plan_step(state, config, bucket), taken_tokens(state, inputs.lanes, taken)
 
 
@@ -180,19 +182,18 @@ class StepSummary(NamedTuple):
 
 
 @partial(jax.jit, static_argnames="config")
-def summarise(state: DecodeState, config: EngineConfig, log: TokenLog | None = None) -> Packed[StepSummary]:
+def summarise(
+    state: DecodeState, config: EngineConfig, log: TokenLog | None = None, steps_left: jax.Array | int = 0
+) -> Packed[StepSummary]:
     """Return the summary of a state.
 
     Args:
         state: the state.
         config: configuration of the engine.
         log: tokens that were taken; None: none were.
+        steps_left: see `StepSummary`.
     """
-    return _summary(state, widths(state, derive(state.sequence, config)), 0, log or empty_log(0))
-
-
-def _summary(state: DecodeState, need: Widths, steps_left: jax.Array | int, log: TokenLog) -> Packed[StepSummary]:
-    """Return the summary of a state with these widths of its next step."""
+    need = widths(state, derive(state.sequence, config))
     s = state.sequence
     return Packed.pack(
         StepSummary(
@@ -207,7 +208,7 @@ def _summary(state: DecodeState, need: Widths, steps_left: jax.Array | int, log:
             budget=s.budget,
             draft=s.draft,
             length=state.cache.length,
-            log=log,
+            log=log or empty_log(0),
         )
     )
 
@@ -251,8 +252,6 @@ def run(
             & (jnp.max(answers) <= bucket.max_per_row)
             & (length <= bucket.slots)
         )
-        if bucket.rows > 1:
-            fits &= jnp.all(plan.rows | (need.tokens == 0))
         finished = jnp.sum(cursor.finish == RUNNING) < running
         changed = (unfed(cursor) < prompts) | (jnp.sum(waiting(state.sequence)) > waited) | (conditions.join & finished)
         is_narrow = jnp.sum(tokens) <= conditions.smaller
@@ -267,8 +266,8 @@ def run(
         return shard_state(state, config.mesh), plan, replicate(log.append(taken, batch), config.mesh), left - 1
 
     start = state, plan_step(state, config, bucket), log, jnp.int32(conditions.steps)
-    state, plan, log, left = jax.lax.while_loop(more, body, start)
-    return state, _summary(state, plan.need, left, log)
+    state, _, log, left = jax.lax.while_loop(more, body, start)
+    return state, summarise(state, config, log, left)
 
 
 def empty_log(size: int) -> TokenLog:

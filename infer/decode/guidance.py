@@ -19,6 +19,7 @@ from jaxtyping import Bool, Int32, UInt32
 
 from aspd_jax.errors import StructureError
 from aspd_jax.sizes import next_power
+from aspd_jax.trees import zeros
 from infer.decode.checking import Check
 from infer.decode.decode_step import StepSummary, summarise
 from infer.decode.derived import merge_position
@@ -32,7 +33,6 @@ from infer.decode.state import (
     NO_LIMIT,
     RUNNING,
     SERIAL,
-    UNMASKED,
     DecodeState,
     EngineConfig,
     Segments,
@@ -42,11 +42,10 @@ from infer.decode.state import (
 
 
 class SerialRule(NamedTuple):
-    """Rule of the serial segment until the next decision of the host: fields of `Cursor`, of one or of all rows."""
+    """Rule of the serial segment until the next decision of the host: fields of `Cursor`."""
 
-    rule: Any
-    later_rule: Any
-    writes: Any = A_TEXT
+    rule: int
+    writes: int = A_TEXT
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,6 @@ class Guidance(NamedTuple):
 
     Attributes:
         row, segment: segments that are changed; a row out of range: none.
-        mask_row: `row` where the token mask changes; out of range elsewhere.
         masked: whether `bits` restrict the next tokens (`Segments.masked`).
         bits: token masks.
         left: see `Segments`; NO_LIMIT where none is given.
@@ -122,7 +120,7 @@ class Guidance(NamedTuple):
         size: number of known tokens.
         counted: number of known tokens that count as sampled.
         lead: tokens of plain text in the head of a branch.
-        serial: rule of serial text; rows without `goes_on` keep theirs.
+        rule, writes: rule of serial text (`SerialRule`); rows without `goes_on` keep theirs.
         goes_on: sequences whose serial text gets a rule.
         decided: sequences with decisions.
         branches: branches of a block that begins.
@@ -134,7 +132,6 @@ class Guidance(NamedTuple):
 
     row: Int32[Array, " P"]
     segment: Int32[Array, " P"]
-    mask_row: Int32[Array, " P"]
     masked: Int32[Array, " P"]
     bits: UInt32[Array, "P 1+D W"]
     left: Int32[Array, " P"]
@@ -145,7 +142,8 @@ class Guidance(NamedTuple):
     size: Int32[Array, " P"]
     counted: Int32[Array, " P"]
     lead: Int32[Array, " P"]
-    serial: SerialRule
+    rule: Int32[Array, " B"]
+    writes: Int32[Array, " B"]
     goes_on: Bool[Array, " B"]
     decided: Bool[Array, " B"]
     branches: Int32[Array, " B"]
@@ -181,43 +179,21 @@ def guidance_arrays(
     ]
     size = max(min_size, len(entries))
     size = 1 if size == 1 else next_power(max(size, 1 + config.max_branches))
-    numbers = ("branches", "finish", "spent", "content")
-    arrays: dict[str, Any] = {name: np.zeros(batch, np.int32) for name in numbers}
-    arrays |= {
-        "row": np.full(size, batch, np.int32),
-        "segment": np.zeros(size, np.int32),
-        "mask_row": np.full(size, batch, np.int32),
-        "masked": np.full(size, UNMASKED, np.int32),
-        "bits": np.zeros((size, 1 + config.draft_tokens, words), np.uint32),
-        "left": np.full(size, NO_LIMIT, np.int32),
-        "stops": np.full(size, -1, np.int32),
-        "drafts": np.full((size, config.draft_tokens), -1, np.int32),
-        "drafted": np.full(size, config.max_branches, np.int32),
-        "known_tokens": np.zeros((size, config.max_queued), np.int32),
-        "size": np.zeros(size, np.int32),
-        "counted": np.zeros(size, np.int32),
-        "lead": np.zeros(size, np.int32),
-        "serial": SerialRule(*(np.zeros(batch, np.int32) for _ in SerialRule._fields)),
-        "goes_on": np.zeros(batch, bool),
-        "decided": np.zeros(batch, bool),
-        "ending": np.zeros((batch, config.max_branches), bool),
-        "closed": np.zeros((batch, config.max_branches), bool),
-        "emptied": np.zeros((batch, config.max_branches), bool),
-        "merges": np.zeros(batch, bool),
-        "resume_at": np.full(batch, -1, np.int32),
-    }
-    made: Any = Guidance(**arrays)
+    sizes = {"P": size, "Q": config.max_queued, "D": config.draft_tokens, "1+D": 1 + config.draft_tokens}
+    sizes |= {"W": words, "B": batch, "N": config.max_branches}
+    made: Any = zeros(Guidance, sizes, np)
+    unused = {"row": batch, "left": NO_LIMIT, "stops": -1, "drafts": -1, "drafted": config.max_branches}
+    for name, value in (unused | {"resume_at": -1}).items():
+        getattr(made, name).fill(value)
     for number, (row, segment) in enumerate(entries):
         guidance = rows[row]
         tokens = guidance.known_tokens.get(segment, ())
         made.row[number], made.segment[number] = row, segment
-        masks, drafts = guidance.masks.get(segment), guidance.drafts.get(segment)
-        if masks is not None:
-            made.mask_row[number] = row
-            made.bits[number, : len(masks)] = np.reshape(masks, (-1, words))
-        made.left[number] = guidance.left.get(segment, len(masks or ()) or NO_LIMIT)
+        masks, drafts = guidance.masks.get(segment, ()), guidance.drafts.get(segment)
         if masks:
+            made.bits[number, : len(masks)] = masks
             made.masked[number] = MASK_ONCE if guidance.left.get(segment, 1) > 1 else MASK_EACH
+        made.left[number] = guidance.left.get(segment, len(masks) or NO_LIMIT)
         made.stops[number] = guidance.stops.get(segment, -1)
         if drafts is not None:
             made.drafts[number, : len(drafts)], made.drafted[number] = drafts, max(segment - 1, 0)
@@ -229,12 +205,10 @@ def guidance_arrays(
             made.lead[number] = guidance.leads[segment - 1]
     for row, guidance in rows.items():
         made.decided[row] = True
-        for name in (*numbers, "merges", "resume_at"):
+        for name in ("branches", "merges", "finish", "resume_at", "spent", "content"):
             getattr(made, name)[row] = getattr(guidance, name)
         if guidance.serial is not None:
-            made.goes_on[row] = True
-            for values, value in zip(made.serial, guidance.serial, strict=True):
-                values[row] = value
+            made.goes_on[row], made.rule[row], made.writes[row] = True, *guidance.serial
         for name in ("ending", "closed", "emptied"):
             getattr(made, name)[row, [number - 1 for number in getattr(guidance, name)]] = True
     result: Packed[Guidance] = Packed.pack(made)
@@ -247,8 +221,7 @@ def guide(
 ) -> tuple[DecodeState, Packed[StepSummary]]:
     """Apply decisions of the host; return the state and its summary."""
     guidance = decisions.unpack()
-    at = guidance.mask_row, guidance.segment
-    token_mask = state.token_mask.at[at].set(guidance.bits, mode="drop")
+    token_mask = state.token_mask.at[guidance.row, guidance.segment].set(guidance.bits, mode="drop")
     draft = state.sequence.draft.at[guidance.row, guidance.drafted].set(guidance.drafts, mode="drop")
     state = _take_back(state._replace(token_mask=token_mask), guidance)
     sequence = state.sequence._replace(draft=draft)
@@ -284,9 +257,12 @@ def _take_back(state: DecodeState, guidance: Guidance) -> DecodeState:
 def _go_on(s: SequenceState, guidance: Guidance) -> SequenceState:
     """Give serial text its rule, and subtract what it spends from the budgets."""
     goes_on, cursor = guidance.goes_on, s.cursor
-    rule = {name: jnp.where(goes_on, new, getattr(cursor, name)) for name, new in guidance.serial._asdict().items()}
     return s._replace(
-        cursor=cursor._replace(phase=jnp.where(goes_on, SERIAL, cursor.phase), **rule),
+        cursor=cursor._replace(
+            phase=jnp.where(goes_on, SERIAL, cursor.phase),
+            rule=jnp.where(goes_on, guidance.rule, cursor.rule),
+            writes=jnp.where(goes_on, guidance.writes, cursor.writes),
+        ),
         budget=s.budget._replace(tokens=s.budget.tokens - guidance.spent, content=s.budget.content - guidance.content),
     )
 
@@ -344,10 +320,10 @@ def _open_blocks(s: SequenceState, guidance: Guidance) -> SequenceState:
 def _limited(segments: Segments, guidance: Guidance) -> Segments:
     """Return the segments with the limits of their next tokens."""
     left = jnp.where(guidance.decided[:, None] & (segments.left <= 0), NO_LIMIT, segments.left)
-    at, masked_at = (guidance.row, guidance.segment), (guidance.mask_row, guidance.segment)
+    at = guidance.row, guidance.segment
     stops = jnp.where(guidance.stops < 0, segments.stops.at[at].get(mode="clip"), guidance.stops)
     return segments._replace(
-        masked=segments.masked.at[masked_at].set(guidance.masked, mode="drop"),
+        masked=segments.masked.at[at].set(guidance.masked, mode="drop"),
         left=left.at[at].set(guidance.left, mode="drop"),
         stops=segments.stops.at[at].set(stops, mode="drop"),
     )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int32, UInt32
+from jaxtyping import Float32, Int32, UInt32
 
 from aspd_jax.layout import Array, Layout
 from aspd_jax.model.cache import OTHER
@@ -25,7 +25,6 @@ from infer.decode.state import (
     RUNNING,
     SERIAL,
     STOP,
-    Branches,
     DecodeState,
     EngineConfig,
     RequestArrays,
@@ -50,6 +49,7 @@ class Admission(NamedTuple):
         arrival, rule: see `Cursor`.
         stops: classes of tokens after which serial text waits (`Segments.stops`).
         stop_tokens: see `DecodeState`, uint32 [W].
+        bias: see `DecodeState`, float32 [V].
     """
 
     row: Int32[Array, ""]
@@ -65,6 +65,7 @@ class Admission(NamedTuple):
     rule: Int32[Array, ""]
     stops: Int32[Array, ""]
     stop_tokens: UInt32[Array, " W"]
+    bias: Float32[Array, " V"]
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -111,7 +112,6 @@ def admit(state: DecodeState, packed: Packed[Admission], config: EngineConfig) -
             block=new.block,
             arrival=new.arrival,
             rule=new.rule,
-            later_rule=new.rule,
         ),
         segments=sequence.segments._replace(
             stops=sequence.segments.stops.at[new.row, 0].set(new.stops, mode="drop"),
@@ -122,7 +122,8 @@ def admit(state: DecodeState, packed: Packed[Admission], config: EngineConfig) -
     )
     request = jax.tree.map(lambda old, own: old.at[new.row].set(own, mode="drop"), state.request, new.request)
     stop_tokens = state.stop_tokens.at[new.row].set(new.stop_tokens, mode="drop")
-    state = state._replace(request=request, sequence=sequence, cache=cache, stop_tokens=stop_tokens)
+    bias = state.bias.at[new.row].set(new.bias, mode="drop")
+    state = state._replace(request=request, sequence=sequence, cache=cache, stop_tokens=stop_tokens, bias=bias)
     return shard_state(state, config.mesh)
 
 
@@ -182,12 +183,12 @@ def append_text(
 def copy_slots(
     state: DecodeState, source: jax.Array, target: jax.Array, config: EngineConfig, slots: int
 ) -> DecodeState:
-    """Copy the first `slots` slots of cache rows to other rows, all at once; a target out of range means none."""
+    """Copy the first `slots` slots of a cache row to another row."""
 
     def copied(array: jax.Array) -> jax.Array:
         if array.ndim == 1:
-            return array.at[target].set(array[source], mode="drop")
-        return array.at[target, :slots].set(array[source, :slots], mode="drop")
+            return array.at[target].set(array[source])
+        return array.at[target, :slots].set(array[source, :slots])
 
     return shard_state(state._replace(cache=jax.tree.map(copied, state.cache)), config.mesh)
 
@@ -207,12 +208,6 @@ def row_contents(state: DecodeState, row: jax.Array) -> Packed[RowContents]:
     return Packed.pack(jax.tree.map(lambda field: field[row], RowContents(cache.tokens, cache.layout, cache.length)))
 
 
-@partial(jax.jit, static_argnames="config", donate_argnames="state")
-def put_bias(state: DecodeState, row: jax.Array, bias: jax.Array, config: EngineConfig) -> DecodeState:
-    """Set the bias that is added to the logits of a row, float32 [V]; a row out of range means none."""
-    return shard_state(state._replace(bias=state.bias.at[row].set(bias, mode="drop")), config.mesh)
-
-
 @partial(jax.jit, static_argnames=("config", "width"), donate_argnames="state")
 def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length: int) -> DecodeState:
     """Fill the state for timing: every sequence decodes after `length` arbitrary tokens.
@@ -221,35 +216,28 @@ def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length
         width: branches of every sequence; 1: serial text; 0: all sequences are finished.
         length: tokens of the cache of every sequence.
     """
-    s = state.sequence
-    live = jnp.broadcast_to(jnp.arange(config.max_branches) < width, s.branches.live.shape) & (width > 1)
-    empty = jnp.zeros_like(s.branches.offset)
-    branches = Branches(jnp.full_like(s.branches.number, width), empty, live, jnp.zeros_like(live), empty)
-    plenty = jnp.full_like(s.budget.tokens, 1 << 29)
+    s = jax.tree.map(jnp.zeros_like, state.sequence)
+    live = s.branches.live | ((jnp.arange(config.max_branches) < width) & (width > 1))
     serial = jnp.full_like(s.segments.queued[:, :1], int(width == 1))
-    queued = jnp.concatenate([serial, live.astype(jnp.int32)], axis=1)
+    plenty = s.budget.tokens + (1 << 29)
     sequence = s._replace(
         cursor=s.cursor._replace(
-            phase=jnp.full_like(s.cursor.phase, PARALLEL if width > 1 else SERIAL),
-            finish=jnp.full_like(s.cursor.finish, RUNNING if width else STOP),
-            prompt_length=jnp.full_like(s.cursor.prompt_length, length),
-            known_length=jnp.full_like(s.cursor.known_length, length),
-            position=jnp.full_like(s.cursor.position, length),
-            block=jnp.ones_like(s.cursor.block),
-            rule=jnp.full_like(s.cursor.rule, ANY_TEXT),
-            later_rule=jnp.full_like(s.cursor.rule, ANY_TEXT),
+            phase=s.cursor.phase + (PARALLEL if width > 1 else SERIAL),
+            finish=s.cursor.finish + (RUNNING if width else STOP),
+            prompt_length=s.cursor.prompt_length + length,
+            known_length=s.cursor.known_length + length,
+            position=s.cursor.position + length,
+            block=s.cursor.block + 1,
+            rule=s.cursor.rule + ANY_TEXT,
         ),
         segments=s.segments._replace(
-            queue=jnp.ones_like(s.segments.queue),
-            queued=queued,
-            sampled=jnp.zeros_like(s.segments.sampled),
-            masked=jnp.zeros_like(s.segments.masked),
-            stops=jnp.zeros_like(s.segments.stops),
-            left=jnp.full_like(s.segments.left, NO_LIMIT),
+            queue=s.segments.queue + 1,
+            queued=jnp.concatenate([serial, live.astype(jnp.int32)], axis=1),
+            left=s.segments.left + NO_LIMIT,
         ),
-        branches=branches,
+        branches=s.branches._replace(number=s.branches.number + width, live=live),
         budget=s.budget._replace(tokens=plenty, content=plenty, block_tokens=plenty, block_content=plenty),
-        draft=jnp.full_like(s.draft, -1),
+        draft=s.draft - 1,
     )
     request = state.request._replace(max_branch_tokens=jnp.full_like(state.request.max_branch_tokens, 1 << 24))
     layout = jax.tree.map(jnp.zeros_like, state.cache.layout)

@@ -22,7 +22,7 @@ from infer.decode.derived import Derived, derive
 from infer.decode.grammar import sample_lanes
 from infer.decode.inputs import Inputs, Lanes
 from infer.decode.state import PARALLEL, RUNNING, DecodeState, EngineConfig, SequenceState
-from infer.decode.transition import advance, hold
+from infer.decode.transition import advance
 
 
 def speculate(
@@ -51,7 +51,7 @@ def speculate(
     """
     state, after, taken = _verify(state, derived, config, inputs, logits)
     count = jnp.sum(taken >= 0, axis=0)
-    state = hold(hide_rejected(state, inputs, count), derived, inputs)
+    state = hide_rejected(state, inputs, count)
     if config.drafts == "heads":
         draft = drafts_from_heads(params, state, config, inputs, hidden, count)
     else:

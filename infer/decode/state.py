@@ -143,7 +143,6 @@ class Cursor(NamedTuple):
         block: number of blocks opened so far, those of the prompt included.
         rule: classes of tokens that may come next in serial text: bit c for class c (`infer.decode.token_classes`); 0:
             no serial text is sampled, and the sequence waits for the host after its prompt and after each merge.
-        later_rule: `rule` after the next token.
         writes: what serial text is: A_TEXT, A_TITLE or A_NUMBER (of leads).
     """
 
@@ -155,7 +154,6 @@ class Cursor(NamedTuple):
     position: Int32[Array, " B"]
     block: Int32[Array, " B"]
     rule: Int32[Array, " B"]
-    later_rule: Int32[Array, " B"]
     writes: Int32[Array, " B"]
 
 

@@ -80,14 +80,6 @@ def advance(
     return state._replace(sequence=sequence._replace(segments=segments))
 
 
-def take_tokens(
-    state: DecodeState, derived: Derived, config: EngineConfig, inputs: Inputs, tokens: LaneTokens
-) -> DecodeState:
-    """Take the tokens sampled in a step without draft tokens, and let sequences and segments wait for the host."""
-    state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.token, bool))
-    return hold(state, derived, inputs)
-
-
 def hold(state: DecodeState, derived: Derived, inputs: Inputs) -> DecodeState:
     """Let sequences and segments wait for the host after a step.
 
@@ -168,7 +160,6 @@ def _advance_serial(s: SequenceState, derived: Derived, tokens: SegmentTokens) -
             phase=jnp.full_like(cursor.phase, SERIAL),
             finish=jnp.select([ends, spent & ~waits], [STOP, LENGTH], RUNNING),
             position=first + jnp.where(cursor.phase == PROMPT, 1, derived.due[:, 0]),
-            rule=cursor.later_rule,
         ),
         segments=s.segments._replace(
             queue=s.segments.queue.at[:, 0, 0].set(tokens.token),

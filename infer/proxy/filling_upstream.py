@@ -14,7 +14,7 @@ from aspd_jax.json_schema import read_schema
 from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
 from infer.answers.events import Event, FilledReader
-from infer.answers.filled import END_TOKENS, Filled, FilledBlock, HoleText, hole_text
+from infer.answers.filled import END_TOKENS, Filled, HoleText, hole_text
 from infer.proxy.answering import Proxied, merged
 from infer.proxy.upstream import Upstream, UpstreamError
 from infer.request import SamplingParams
@@ -123,7 +123,7 @@ class TemplateFilling:
         for stage in template.stages:
             waiting, used = waiting[len(stage) :], 0
             spare = left - self._needed(template, waiting)
-            filled = replace(filled, blocks=(*filled.blocks, FilledBlock(stage, frozenset(h.name for h in stage))))
+            filled = replace(filled, blocks=(*filled.blocks, tuple(stage)), growing=frozenset(h.name for h in stage))
             texts = [hole_text(template, hole) for hole in stage]
             prompts = [[*context, *self._codec.encode_exactly(text.lead)] for text in texts]
             least = sum(len(ids) - len(context) for ids in prompts)
@@ -251,19 +251,18 @@ async def _fill_block(
         least: tokens of the leads.
         limit: maximum tokens; values that reach it are cut.
     """
-    block, latest = filled.blocks[-1], dict[str, Progress]()
+    latest = dict[str, Progress]()
     yield filled, least
     async with aclosing(merged(sources)) as news:
         async for progress in news:
             tokens = least + sum(p.tokens for p in {**latest, progress.name: progress}.values())
             if tokens <= limit:
                 latest[progress.name] = progress
-            growing = block.growing - {p.name for p in latest.values() if p.complete}
+            growing = filled.growing - {p.name for p in latest.values() if p.complete}
             cut = tokens > limit or (tokens == limit and bool(growing))
             values = {p.name: p.value for p in latest.values() if p.final or cut}
-            blocks = (*filled.blocks[:-1], replace(block, growing=growing))
             yield (
-                replace(filled, values={**filled.values, **values}, blocks=blocks),
+                replace(filled, values={**filled.values, **values}, growing=growing),
                 least + sum(p.tokens for p in latest.values()),
             )
             if cut:

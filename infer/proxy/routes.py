@@ -243,7 +243,6 @@ def _check_support(body: ChatRequest | ResponsesRequest, messages: list[dict[str
         ("ignore_eos", body.ignore_eos),
         ("prediction", body.predicted is not None),
         ("continue_final_message", isinstance(body, ChatRequest) and body.continue_final_message),
-        ("aspd.branch_format", body.aspd.branch_format is not None),
         ("aspd.content", body.aspd.content is not None),
         ("stream_options.continuous_usage_stats", body.with_growing_usage),
     ):

@@ -6,7 +6,7 @@ S: number of tokens of a prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,28 +18,13 @@ from aspd_jax.sizes import next_power
 from infer.control.tags import text_rule, text_stops
 from infer.control.text_end import stop_tokens
 from infer.decode.packed import Packed
-from infer.decode.slots import Admission, admit, put_bias
+from infer.decode.slots import Admission
 from infer.decode.state import DecodeState, EngineConfig, RequestArrays, empty_state, place_state
 from infer.decode.token_classes import TokenClasses, token_classes
 from infer.request import PARAMETERS, Request
 
 DTYPES: dict[type, Any] = {int: np.int32, float: np.float32}  # types of sampling parameters on the device
 MIN_PROMPT = 64  # tokens of the smallest program that admits a prompt
-
-
-class CachedPrefix(NamedTuple):
-    """Prefix of a prompt that a row holds.
-
-    Attributes:
-        tokens: number of tokens of the prompt.
-        slots: number of slots that they take; after a block, slots are not in the order of the linearisation.
-    """
-
-    tokens: int = 0
-    slots: int = 0
-
-
-EMPTY_PREFIX = CachedPrefix()
 
 
 def prompt_layout(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int]) -> Layout:
@@ -78,33 +63,18 @@ def new_state(
     return place_state(empty_state(config, cache, classes.kind), lm.mesh)
 
 
-def admit_request(state: DecodeState, request: Request, new: Admission, config: EngineConfig) -> DecodeState:
-    """Assign a row to a request; the next steps feed its prompt.
-
-    Args:
-        state: the state, which is donated.
-        request: the request.
-        new: its `admission`.
-        config: configuration of the engine.
-    """
-    if biases := request.params.biases(config.special.title_start):
-        bias = np.zeros(state.bias.shape[1], np.float32)
-        bias[list(biases)] = list(biases.values())
-        state = put_bias(state, new.row, bias, config)
-    return admit(state, Packed.pack(new), config)
-
-
 def admission(
     lm: LanguageModel,
     config: EngineConfig,
     state: DecodeState,
     request: Request,
     row: int,
-    prefix: CachedPrefix = EMPTY_PREFIX,
+    prefix_tokens: int = 0,
+    prefix_slots: int = 0,
     adapter: int = -1,
     arrival: int = 0,
-) -> Admission:
-    """Return what the device must know of a request.
+) -> Packed[Admission]:
+    """Return the arguments of `slots.admit` for a request.
 
     Args:
         lm: the model.
@@ -112,12 +82,12 @@ def admission(
         state: the state, for its shapes.
         request: the request.
         row: index of the row; out of range means none.
-        prefix: prefix of the prompt that the row holds.
+        prefix_tokens, prefix_slots: number of tokens of the prompt that the row holds, and of the slots that they take.
         adapter: slot of the adapter in the parameters; negative: the base model.
         arrival: number of the request: where not all rows fit a step, the lowest are fed first.
     """
     layout = prompt_layout(lm, config, request.prompt)
-    left = slice(prefix.tokens, len(request.prompt))
+    left = slice(prefix_tokens, len(request.prompt))
     size = min(state.cache.tokens.shape[1], max(MIN_PROMPT, next_power(left.stop - left.start)))
 
     def padded(values: Any) -> np.ndarray:
@@ -125,11 +95,13 @@ def admission(
         return np.pad(rest, (0, size - rest.size))
 
     params = request.params
+    bias, biases = np.zeros(state.bias.shape[1], np.float32), params.biases(config.special.title_start)
+    bias[list(biases)] = list(biases.values())
     script = np.asarray([token for segment in params.script for token in segment], np.int32)
     lengths = [*map(len, params.script), *[0] * (1 + config.max_branches - len(params.script))]
     arrays: dict[str, Any] = {
         "seed": np.uint32(request.seed),
-        "biased": np.bool_(params.biases(config.special.title_start)),
+        "biased": np.bool_(biases),
         "drafts_blocks": np.bool_(request.draft is not None),
         "adapter": np.int32(adapter),
         "script": np.pad(script, (0, state.cache.tokens.shape[1] - script.size)),
@@ -145,7 +117,7 @@ def admission(
     ends = stop_tokens(params, lm.codec.text, words) if request.ends_by_text else np.zeros(words, np.uint32)
     numbers = {
         "row": row,
-        "prefix_slots": prefix.slots,
+        "prefix_slots": prefix_slots,
         "position": layout.position[-1],
         "block": layout.block.max(),
         "budget": request.budget,
@@ -159,7 +131,8 @@ def admission(
         tokens=padded(request.prompt),
         layout=Layout(*map(padded, layout)),
         stop_tokens=ends,
+        bias=bias,
         **{name: np.int32(value) for name, value in numbers.items()},
     )
-    result: Admission = made
+    result: Packed[Admission] = Packed.pack(made)
     return result

@@ -43,7 +43,7 @@ class Need(NamedTuple):
     """The sizes that the next step needs.
 
     Attributes:
-        rows: 1, or the number of rows counted from row 0.
+        rows: 1, or the number of rows of the cache.
         tokens: tokens of all rows together.
         per_row: maximum tokens of one row.
         slots: maximum used slots of one row after the step.
@@ -163,7 +163,7 @@ class Buckets:
         def one_pass(rows: list[int]) -> tuple[Bucket, list[int]] | None:
             single = self.rows == 1 or (len(rows) == 1 and not self._split)
             tokens, slots = [sizes[row] for row in rows], max(int(lengths[row]) + sizes[row] for row in rows)
-            need = Need(1 if single else max(2, 1 + max(rows)), sum(tokens), max(least, *tokens), slots, 0)
+            need = Need(1 if single else self.rows, sum(tokens), max(least, *tokens), slots, 0)
             # Of several rows, one may be longer than `per_row`.
             second = sorted(tokens)[-2] if len(rows) > 1 else 0
             holding = (bucket for bucket in self.buckets if self.holds(bucket, need) and bucket.per_row >= second)
@@ -186,12 +186,11 @@ class Buckets:
 
     def holds(self, bucket: Bucket, need: Need) -> bool:
         """Return whether a step fits a bucket; in the largest one, rows that do not fit wait."""
-        rows = bucket.rows == 1 if need.rows == 1 else bucket.rows >= need.rows
         lanes = max_lanes(self.config, self.rows, bucket)
         enough = bucket.tokens >= need.tokens and lanes >= need.lanes
         slots = min(need.slots, self.capacity)
         return (
-            rows
+            bucket.rows == need.rows
             and bucket.max_per_row >= need.per_row
             and bucket.slots >= slots
             and (enough or bucket.tokens == self._largest)
@@ -210,7 +209,7 @@ class Buckets:
                 alone, which minimises the total time.
         """
         due, is_prompt = np.asarray(summary.tokens), np.asarray(summary.phase) == PROMPT
-        rows, lanes = max(2, int(np.flatnonzero(due)[-1]) + 1), np.asarray(summary.lanes)
+        rows, lanes = self.rows, np.asarray(summary.lanes)
         first = int(only_row(due, is_prompt))
         is_alone = np.count_nonzero(due) == 1 or (is_prompt[first] and due[first] >= PROMPT_BESIDE and not streamed)
         if self.rows == 1 or (is_alone and not self._split):

@@ -1,18 +1,19 @@
-"""A submitted request as its owner sees it."""
+"""A submitted request, from submission to result."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
 
 from infer.answers.answer import RequestOutput, Result
-from infer.answers.events import Event
-from infer.control.schemas import Schemas
-from infer.decode.state import DecodeState
+from infer.answers.events import Event, EventReader, FilledReader
+from infer.control.controller import Controller
 from infer.request import Request, Stream
-from infer.scheduling.request_state import RequestState
-from infer.scheduling.step_cost import StepCost
+from infer.scheduling.prefix_cache import RowMemory
 
 STREAM_STEPS = 4  # steps between the events of an owner who iterates without `max_steps`
 
@@ -23,62 +24,79 @@ class Executor(Protocol):
     def step(self, max_steps: int | None) -> bool:
         """Run a chunk of steps."""
 
-    def partial(self, state: RequestState) -> Result:
+    def partial(self, handle: Handle) -> Result:
         """Return the answer as far as it is decoded."""
 
-    def cancel(self, state: RequestState) -> None:
+    def cancel(self, handle: Handle) -> None:
         """Cancel a request."""
 
 
+@dataclass(eq=False, repr=False)
 class Handle:
     """Handle of a submitted request. Iterating over it yields its events and runs the engine.
 
+    The scheduler advances the request; the owner of the handle sets its stream and takes its events.
+
     Attributes:
-        state: state of the request. The scheduler changes it, except for the stream and the events taken.
+        executor: scheduler of the request.
+        request: the request.
+        reader: event reader of the answer.
+        submitted: time of submission, in seconds of the scheduler's clock.
+        stream: form of later events while the answer grows, at first `Request.stream`.
+        row: index of the cache row that the request has or had; None: the request waits, or the engine failed.
+        reused: number of prompt tokens that the cache held.
+        output: the answer as far as it is read.
+        prompt: contents of the row once the prompt has been fed; None: the prompt is not being fed.
+        controller: decisions about the answer, since the request has a row.
+        steps: steps after prefill, int [2]: outside and inside blocks.
+        count_time: time up to which `seconds` accounts.
+        seconds: wall time by phase (`Statistics.seconds`).
+        decisions: see `Statistics`.
+        unread: events that the owner has not taken.
+        decoded: the answer, once it has ended, before `finish`.
         finish: completes the result when it is first asked for; None: nothing is to be done.
+        cancelled: whether the request was cancelled.
+        failed: whether the engine failed while the request was under way; it has no result then.
     """
 
+    executor: Executor
+    request: Request
+    reader: EventReader | FilledReader
+    submitted: float
+    stream: Stream
+    row: int | None = None
+    reused: int = 0
+    output: RequestOutput = field(default_factory=RequestOutput)
+    prompt: RowMemory | None = None
+    controller: Controller = field(default_factory=Controller)
+    steps: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int64))
+    count_time: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    decisions: int = 0
+    unread: deque[Event] = field(default_factory=deque)
+    decoded: Result | None = None
     finish: Callable[[Result], Result] | None = None
-
-    def __init__(self, executor: Executor, state: RequestState) -> None:
-        self._executor, self.state = executor, state
-
-    @property
-    def request(self) -> Request:
-        """Return the request."""
-        return self.state.request
+    cancelled: bool = False
+    failed: bool = False
 
     @property
     def result(self) -> Result | None:
         """Return the answer, once it has ended."""
-        if self.state.result is not None and self.finish is not None:
-            self.state.result, self.finish = self.finish(self.state.result), None
-        return self.state.result
+        if self.decoded is not None and self.finish is not None:
+            self.decoded, self.finish = self.finish(self.decoded), None
+        return self.decoded
 
     @property
-    def row(self) -> int | None:
-        """Return the index of the row that the request has or had; None: it waits, or the engine failed."""
-        return self.state.row
-
-    @property
-    def cancelled(self) -> bool:
-        """Return whether the request was cancelled."""
-        return self.state.cancelled
-
-    @property
-    def failed(self) -> bool:
-        """Return whether the engine failed while the request was under way; it has no result then."""
-        return self.state.failed
-
-    def set_stream(self, stream: Stream) -> None:
-        """Change the form of later events (`Request.stream`)."""
-        self.state.set_stream(stream)
+    def decoding(self) -> bool:
+        """Return whether the request has a row and its prompt has been fed."""
+        return self.row is not None and self.prompt is None
 
     def events(self) -> Iterator[Event]:
         """Yield the events of the answer up to `done` while it grows; run the engine for them."""
-        self.set_stream(self.state.stream or "branches")
-        while self.state.events or self.result is None:
-            while (event := self.state.next_event()) is not None:
+        self.stream = self.stream or "branches"
+        while self.unread or self.result is None:
+            while self.unread:
+                event = self.unread.popleft()
                 yield event if event.result is None else replace(event, result=self.result)
             if self.result is None:
                 self.advance(self.request.max_steps or STREAM_STEPS)
@@ -90,7 +108,7 @@ class Handle:
 
         Without `stream`, all events come together at the end of the answer.
         """
-        return list(iter(self.state.next_event, None))
+        return [self.unread.popleft() for _ in range(len(self.unread))]
 
     def wait(self) -> Result:
         """Run the engine until the answer has ended; return it."""
@@ -106,32 +124,54 @@ class Handle:
         """
         if self.failed:
             raise RuntimeError("the engine failed while this request was under way; submit it again")
-        self._executor.step(max_steps)
+        self.executor.step(max_steps)
 
     def partial(self) -> Result:
         """Return the answer as far as it is decoded."""
-        return self.result or self._executor.partial(self.state)
+        return self.result or self.executor.partial(self)
 
     def cancel(self) -> None:
         """Cancel the request; its result has the decoded part of the answer and the finish reason `cancelled`."""
-        self._executor.cancel(self.state)
+        self.executor.cancel(self)
 
+    def start(self, row: int, reused: int, prompt: RowMemory, controller: Controller, now: float) -> None:
+        """Record the assignment of a row; the prompt is fed next."""
+        self.row, self.reused, self.prompt, self.controller = row, reused, prompt, controller
+        self.output = RequestOutput(untagged=self.request.untagged or self.request.draft is not None)
+        self.seconds = {"queued": now - self.submitted}
 
-class DebugState(NamedTuple):
-    """State of a scheduler as tests see it.
+    def end_prefill(self, serial_steps: int, now: float) -> None:
+        """Record that the prompt has been fed and the first token sampled."""
+        self.prompt, self.steps, self.count_time = None, np.asarray([serial_steps, 0]), now
+        total = now - self.submitted
+        self.seconds |= {"prefill": total - self.seconds["queued"], "serial": 0.0, "parallel": 0.0}
+        self.seconds |= {"first_token": total, "total": total, "deciding": 0.0}
 
-    Attributes:
-        decode: state on the device.
-        rows: request of each row; None: the row is free.
-        waiting: requests without a row, in the order of submission.
-        cost: measured cost of a step; None: not measured.
-        schemas: compiled schemas.
-        read_output: function that returns the output of a request as far as it is decoded.
-    """
+    def count(self, serial_steps: int, parallel_steps: int, seconds: float, now: float) -> None:
+        """Account for steps of a chunk that took `seconds`; the arguments count all steps since prefill."""
+        steps = np.asarray([serial_steps, parallel_steps])
+        new, spent = steps - self.steps, min(seconds, now - self.count_time)  # prefill may have ended within the chunk
+        serial, parallel = new / max(1, new.sum()) * spent
+        self.steps, self.count_time = steps, now
+        self.seconds["serial"] += float(serial)
+        self.seconds["parallel"] += float(parallel)
+        self.seconds["total"] = now - self.submitted
 
-    decode: DecodeState
-    rows: tuple[Handle | None, ...]
-    waiting: tuple[Handle, ...]
-    cost: StepCost | None
-    schemas: Schemas
-    read_output: Callable[[RequestState], RequestOutput]
+    def count_decision(self, seconds: float) -> None:
+        """Account for a decision of the host that took `seconds`."""
+        self.decisions += 1
+        self.seconds["deciding"] += seconds
+
+    def update(self, output: RequestOutput, result: Result | None = None) -> None:
+        """Collect the events of what was read of the answer; `result`: the answer, if it has ended."""
+        if self.stream or self.request.ends_by_text or result is not None:
+            self.unread.extend(self.reader.collect_events(output, result, in_order=self.stream == "text"))
+        self.decoded = result
+
+    def fail(self) -> None:
+        """Record that the engine failed while the request had a row."""
+        self.failed, self.row, self.prompt = True, None, None
+
+    def retry(self) -> None:
+        """Wait again after a failure. The answer will be the same, so its events continue where they stopped."""
+        self.failed, self.steps = False, np.zeros(2, np.int64)

@@ -15,7 +15,6 @@ import numpy as np
 from aspd_jax.layout import Layout
 from infer.decode.slots import RowContents
 from infer.request import Request
-from infer.scheduling.admission import EMPTY_PREFIX, CachedPrefix
 
 MIN_COPIED = 32  # tokens; copying fewer is not worth it
 
@@ -55,17 +54,21 @@ def read_row(contents: RowContents, adapter: int) -> RowMemory:
 
 
 class Match(NamedTuple):
-    """Longest cached prefix of a prompt.
+    """Row for a prompt, and the longest cached prefix of the prompt.
 
     Attributes:
         source: row that holds the prefix.
-        prefix: the prefix; empty where copying does not pay.
-        in_order: number of its slots that are in the order of the linearisation.
+        target: row that the prompt gets; if that is another row, the prefix is copied.
+        tokens: number of tokens of the prefix; 0: none is reused.
+        slots: number of slots that they take; after a block, slots are not in the order of the linearisation.
+        in_order: number of these slots that are in this order.
     """
 
     source: int
-    prefix: CachedPrefix
-    in_order: int
+    target: int
+    tokens: int = 0
+    slots: int = 0
+    in_order: int = 0
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
@@ -75,53 +78,33 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(different[0]) if different.size else size
 
 
-def best_match(rows: Sequence[RowMemory], target: int, prompt: Sequence[int], spare: int, adapter: int = 0) -> Match:
+def best_match(
+    rows: Sequence[RowMemory], free: Collection[int], prompt: Sequence[int], spare: int, adapter: int = 0
+) -> Match:
     """Return the row with the longest prefix of a prompt: all tokens of the row, or those that are in order.
+
+    The prompt gets the least recently used free row, or the free row all of whose tokens it continues.
 
     Args:
         rows: contents of all rows.
-        target: row that the prompt gets, whose prefix needs no copy.
+        free: rows that no request has.
         prompt: token ids of the prompt.
         spare: number of slots of a row beyond those that prompt and answer need.
         adapter: number of the adapter that the prompt is fed with; a prefix of another adapter does not match.
     """
     ids = np.asarray(prompt[:-1], np.int32)  # the last token is fed in any case: the first answer token follows from it
+    oldest = min(free, key=lambda row: (rows[row].stamp, rows[row].ids.size > 0, row))
     matches = []
     for row, memory in enumerate(rows):
         common = common_prefix(memory.ids, ids) if memory.adapter == adapter else 0
-        continues = common == memory.ids.size > 0 and memory.slots - common <= spare
-        if continues:
-            match = Match(row, CachedPrefix(common, memory.slots), memory.in_order)
+        if common == memory.ids.size > 0 and memory.slots - common <= spare:
+            match = Match(row, row if row in free else oldest, common, memory.slots, memory.in_order)
         else:
             shared = min(common, memory.in_order)
-            match = Match(row, CachedPrefix(shared, shared), shared)
-        if row == target or match.prefix.tokens >= MIN_COPIED:
+            match = Match(row, oldest, shared, shared, shared)
+        if match.source == match.target or match.tokens >= MIN_COPIED:
             matches.append(match)
-    return max(matches, key=lambda match: (match.prefix.tokens, match.source == target))
-
-
-def row_to_keep_in(rows: Sequence[RowMemory], free: Collection[int], target: int) -> int | None:
-    """Return the free row that takes over the contents of `target`: the least recently used one.
-
-    None: `target` holds too little, or is the least recently used row itself.
-    """
-    oldest = min(free, key=lambda row: (rows[row].stamp, rows[row].ids.size > 0, row))
-    kept = rows[target].ids.size >= MIN_COPIED and oldest != target
-    return oldest if kept else None
-
-
-class RowCopies(NamedTuple):
-    """Copies of rows that are made at once.
-
-    Attributes:
-        sources: rows to copy from, int32 [2].
-        targets: rows to copy to, int32 [2]; out of range means none.
-        slots: number of first slots to copy.
-    """
-
-    sources: np.ndarray
-    targets: np.ndarray
-    slots: int
+    return max(matches, key=lambda match: (match.tokens, match.source == match.target))
 
 
 class PrefixCache:
@@ -153,43 +136,25 @@ class PrefixCache:
         for row in rows:
             self._memories[row] = RowMemory()
 
-    def match(self, request: Request, target: int, spare: int, feeding: Iterable[RowMemory]) -> Match | None:
-        """Return the longest cached prefix of a prompt; None: a prompt that is being fed shares a longer one.
+    def match(self, request: Request, free: Sequence[int], spare: int, feeding: Iterable[RowMemory]) -> Match | None:
+        """Return a row for a prompt (`best_match`); None: a prompt that is being fed shares a longer prefix with it.
 
         Args:
             request: the request.
-            target, spare: see `best_match`.
+            free, spare: see `best_match`.
             feeding: contents of other rows, once their prompts have been fed.
         """
         if not self._reuse:
-            return Match(target, EMPTY_PREFIX, 0)
-        match = best_match(self._memories, target, request.prompt, spare, request.adapter)
+            return Match(free[0], free[0])
+        match = best_match(self._memories, free, request.prompt, spare, request.adapter)
         ids = np.asarray(request.prompt[:-1], np.int32)
         shared = [common_prefix(other.ids, ids) for other in feeding if other.adapter == request.adapter]
-        return None if max(shared, default=0) >= max(MIN_COPIED, match.prefix.tokens + 1) else match
+        return None if max(shared, default=0) >= max(MIN_COPIED, match.tokens + 1) else match
 
-    def plan_copies(self, match: Match, free: Sequence[int]) -> RowCopies | None:
-        """Plan the copies: the prefix to the first free row, and the contents of that row to another free row.
-
-        Returns:
-            The copies; None: no row is copied.
-        """
-        target, memory, nowhere = free[0], self._memories[free[0]], len(self._memories)
-        copied = match.source != target
-        loses = self._reuse and (copied or match.prefix.tokens < memory.ids.size)
-        keep = row_to_keep_in(self._memories, free, target) if loses else None
-        if keep is None and not copied:
-            return None
-        # The row `keep` may be the source of the prefix: both copies are read before either is written.
-        targets = [target if copied else nowhere, nowhere if keep is None else keep]
-        slots = max(match.prefix.slots if copied else 0, 0 if keep is None else memory.slots)
-        if keep is not None:
-            self._memories[keep] = memory
-        return RowCopies(np.asarray([match.source, target], np.int32), np.asarray(targets, np.int32), slots)
-
-    def begin(self, row: int, request: Request, match: Match) -> RowMemory:
+    def begin(self, request: Request, match: Match) -> RowMemory:
         """Record that a row holds a prefix of a prompt; return its contents once the whole prompt has been fed."""
-        (tokens, slots), prompt = match.prefix, np.asarray(request.prompt, np.int32)
-        self.store(row, RowMemory(prompt[:tokens], min(match.in_order, slots), slots, adapter=request.adapter))
-        in_order = prompt.size if match.in_order == slots else match.in_order
-        return RowMemory(prompt, in_order, slots + prompt.size - tokens, adapter=request.adapter)
+        prompt = np.asarray(request.prompt, np.int32)
+        prefix = RowMemory(prompt[: match.tokens], match.in_order, match.slots, adapter=request.adapter)
+        self.store(match.target, prefix)
+        in_order = prompt.size if match.in_order == match.slots else match.in_order
+        return RowMemory(prompt, in_order, match.slots + prompt.size - match.tokens, adapter=request.adapter)

@@ -122,6 +122,7 @@ class Runner:
         buckets: programs of the engine.
         drafts: control of draft tokens.
         clock: clock of all times of requests, in seconds.
+        cost: measured cost of a step; None: not measured.
     """
 
     clock: Callable[[], float] = staticmethod(time.perf_counter)
@@ -130,6 +131,7 @@ class Runner:
         self._lm, self._config = lm, config
         self.buckets = Buckets(config, rows, capacity, widest(config), free_tokens())
         self.drafts = drafts
+        self.cost: StepCost | None = None
 
     def start(
         self,
@@ -159,7 +161,7 @@ class Runner:
         return InFlightSteps(steps, bucket, drafting, summary, after, state, since)
 
     def check(
-        self, state: DecodeState, checks: Mapping[int, Check], lengths: np.ndarray, cost: StepCost | None
+        self, state: DecodeState, checks: Mapping[int, Check], lengths: np.ndarray
     ) -> Iterator[tuple[DecodeState, StepSummary]]:
         """Run passes of checks; yield the state and its summary after each.
 
@@ -167,10 +169,9 @@ class Runner:
             state: state in which the sequences wait, which is donated.
             checks: checks by row.
             lengths: used slots of all rows.
-            cost: see `_passes`.
         """
         sizes, words = {row: len(one.tokens) for row, one in checks.items()}, state.token_mask.shape[3]
-        for bucket, rows in self._passes(sizes, lengths, cost):
+        for bucket, rows in self._passes(sizes, lengths):
             arrays = check_arrays({row: checks[row] for row in rows}, self.buckets.rows, words, bucket.tokens)
             state, after = run_checks(self._lm.params, state, arrays, self._config, bucket)
             yield state, after.read()
@@ -181,7 +182,6 @@ class Runner:
         parts: Mapping[int, tuple[KnownTokens, int]],
         slots: Mapping[int, int],
         streamed: bool,
-        cost: StepCost | None,
     ) -> Iterator[tuple[DecodeState, dict[int, tuple[int, list[float]]]]]:
         """Run passes over the next parts of known branches; yield the state, and for each row what it fed and read.
 
@@ -190,43 +190,36 @@ class Runner:
             parts: known tokens, and the number of those that are fed already, by row.
             slots: slots of the prompt, by row.
             streamed: whether an answer is streamed, which waits for the passes.
-            cost: see `_passes`.
         """
         sizes, lengths = {}, {}
         for row, (known, start) in parts.items():
             left = known.left(start)
             sizes[row] = min(left, PROMPT_BESIDE if streamed else max(PROMPT_BESIDE, self.buckets.prefill_chunk(left)))
             lengths[row] = slots[row] + int(known.place[start])
-        for bucket, rows in self._passes(sizes, lengths, cost, PROMPT_BESIDE):
+        for bucket, rows in self._passes(sizes, lengths, PROMPT_BESIDE):
             inputs, fed = score_inputs({row: (*parts[row], sizes[row]) for row in rows}, self.buckets.rows, bucket)
             state, read = score(self._lm.params, state, Packed.pack(inputs), self._config, bucket)
             scores = iter(np.asarray(read).tolist())
             yield state, {row: (tokens, list(islice(scores, reads))) for row, (tokens, reads) in fed.items()}
 
-    def _passes(
-        self, sizes: Mapping[int, int], lengths: Any, cost: StepCost | None, least: int = 1
-    ) -> list[tuple[Bucket, list[int]]]:
-        """Return `Buckets.passes` by the cost of a step; None: by tokens, padding included."""
+    def _passes(self, sizes: Mapping[int, int], lengths: Any, least: int = 1) -> list[tuple[Bucket, list[int]]]:
+        """Return `Buckets.passes` by the cost of a step; where it is not measured, by tokens, padding included."""
+        cost = self.cost
 
         def milliseconds(bucket: Bucket) -> float:
             return bucket.tokens if cost is None else cost.milliseconds(bucket.tokens, bucket.rows * bucket.slots)
 
         return self.buckets.passes(sizes, lengths, milliseconds, least)
 
-    def end(self, started: InFlightSteps, cost: StepCost | None) -> tuple[int, StepSummary]:
-        """Wait for the steps; return their number and the summary of the state.
-
-        Args:
-            started: steps in flight.
-            cost: cost of a step, with which the gain of draft tokens is compared; None: not measured.
-        """
+    def end(self, started: InFlightSteps) -> tuple[int, StepSummary]:
+        """Wait for steps in flight; return their number and the summary of the state."""
         before, after = started.first, started.last.read()
         done = started.steps - int(after.steps_left)
         if not started.drafting:
             self.drafts.note_plain(done)
-        elif cost is not None:
+        elif self.cost is not None:
             segments = int(np.sum(after.counters.segments - before.counters.segments))
             accepted = int(np.sum(after.counters.accepted - before.counters.accepted))
             bucket = started.bucket
-            self.drafts.note(cost, done, bucket.tokens, bucket.rows, bucket.slots, segments, accepted)
+            self.drafts.note(self.cost, done, bucket.tokens, bucket.rows, bucket.slots, segments, accepted)
         return done, after

@@ -125,7 +125,6 @@ class Aspd(Strict):
         stream: `text`: deltas in reading order; `branches`: every delta at once, with block and branch numbers.
         statistics: return the cost of the answer, its structure and its `token_ids`. A later request that sends these
             as `aspd.token_ids` of the message continues after the blocks of the answer.
-        branch_format: response format of the text of every branch.
         fields: how the fields of the response format's JSON schema are decoded: `parallel`; `serial`: one after the
             other; `exact`: the answer of `serial`, drafted in parallel. Default: the server's.
         lists: `parallel`: in adaptive mode, lists of a chat model without tags are decoded in parallel; `serial`: one
@@ -138,7 +137,6 @@ class Aspd(Strict):
     mode: Mode = "adaptive"
     stream: Literal["text", "branches"] = "text"
     statistics: StrictBool = False
-    branch_format: ResponseFormat | None = None
     fields: Fields | None = None
     lists: ListMode | None = None
     template: Annotated[str, Field(min_length=1)] | None = None
@@ -417,23 +415,17 @@ class Common(SamplingFields):
         return values | {"seed": seed, "stop": self.stop_strings}
 
     def schemas(self) -> dict[str, ReadSchema]:
-        """Return the schemas of the answer and of its branches, by their field of `SamplingParams`.
+        """Return the schema of the answer, by its field of `SamplingParams`.
 
         Raises:
-            RequestError: a schema is malformed or not supported.
+            RequestError: the schema is malformed or not supported.
         """
-        found = {
-            "json_schema": (self.grammar.get("json_schema"), self.response_form),
-            "branch_schema": (schema_of(self.aspd.branch_format), self.aspd.branch_format),
-        }
-        schemas = {}
-        for name, (schema, form) in found.items():
-            if schema is not None:
-                try:
-                    schemas[name] = read_schema(schema, is_approximate(form))
-                except RequestError as error:
-                    raise RequestError(f"{name}: {error}") from None
-        return schemas
+        if "json_schema" not in self.grammar:
+            return {}
+        try:
+            return {"json_schema": read_schema(self.grammar["json_schema"], is_approximate(self.response_form))}
+        except RequestError as error:
+            raise RequestError(f"json_schema: {error}") from None
 
     def ignored(self) -> list[str]:
         """Return the keywords that answers need not follow: the field of each schema, and a JSON pointer."""
@@ -443,7 +435,7 @@ class Common(SamplingFields):
         return [f"{place}{pointer}" for place, read in schemas.items() for pointer in read.ignored]
 
     def constraint(self) -> dict[str, Any]:
-        """Return the grammars of the answer and of its branches, by their field of `SamplingParams`.
+        """Return the grammar of the answer, by its field of `SamplingParams`.
 
         Raises:
             RequestError: a schema is malformed or not supported.

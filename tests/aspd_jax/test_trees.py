@@ -18,6 +18,7 @@ from infer.decode import decode_step
 from infer.decode.state import RequestArrays, SequenceState
 from tests.conftest import ROOT, patched
 from tests.helpers.answers import SEPARATOR
+from tests.helpers.engine_state import engine_state
 from tests.infer.decode.test_speculation import drafting_engine
 
 
@@ -45,7 +46,7 @@ def test_the_state_is_as_annotated_after_decoding(bare_lm: LanguageModel, engine
     own = drafting_engine(bare_lm, draft_tokens) if draft_tokens else engine
     params = [SamplingParams(temperature=100.0, max_new_tokens=40, seed=seed) for seed in range(16)]
     assert any(result.stats.blocks for result in own.generate([[1, 2]] * 16, params))
-    state = own.debug_state().decode
+    state = engine_state(own).decode
     sizes = {"B": 2, "C": state.cache.tokens.shape[1], "N": 3, "M": 4, "E": 2, "D": draft_tokens}
     sizes["Q"] = own.config.max_queued
 

@@ -21,12 +21,13 @@ from infer.decode.derived import Derived, derive
 from infer.decode.grammar import LaneTokens
 from infer.decode.guidance import RowGuidance, SerialRule, guidance_arrays, guide
 from infer.decode.inputs import Inputs, next_inputs, plan_step, widths
+from infer.decode.slots import admit
 from infer.decode.state import PROMPT, RUNNING, DecodeState, EngineConfig, waiting
 from infer.decode.token_classes import ANY_TEXT, PARALLEL_START, TITLE_END, TITLE_START
 from infer.decode.transition import advance
 from infer.engine import Engine
 from infer.request import Request, SamplingParams
-from infer.scheduling.admission import admission, admit_request, new_state
+from infer.scheduling.admission import admission, new_state
 from infer.scheduling.buckets import MAX_TOKENS, capacity_for
 
 
@@ -100,7 +101,7 @@ class _Script:
 def _goes_on(*known: int) -> RowGuidance:
     """Return the decision that serial text goes on to the next tag, behind known tokens."""
     stops = 1 << TITLE_START | 1 << TITLE_END | 1 << PARALLEL_START
-    return RowGuidance(stops={0: stops}, known_tokens={0: known}, counted=False, serial=SerialRule(ANY_TEXT, ANY_TEXT))
+    return RowGuidance(stops={0: stops}, known_tokens={0: known}, counted=False, serial=SerialRule(ANY_TEXT))
 
 
 @partial(jax.jit, static_argnames=("config", "bucket"), donate_argnames="state")
@@ -170,7 +171,7 @@ def replay(engine: Engine, prompt_token_ids: Sequence[int], answer_token_ids: Se
     request = Request(tuple(prompt), SamplingParams(), "adaptive", len(answer) + 1, seed=0)
     capacity = capacity_for(len(prompt) + len(answer) + 1)
     empty = new_state(lm, config, 1, capacity)
-    state = admit_request(empty, request, admission(lm, config, empty, request, 0), config)
+    state = admit(empty, admission(lm, config, empty, request, 0), config)
     logits = np.full((len(answer), lm.config.vocab_size), np.nan, np.float32)
     block, widths_fed = -1, []
     while True:

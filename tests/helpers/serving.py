@@ -17,6 +17,7 @@ from infer import Engine
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
 from infer.server.engine_thread import EngineThread
+from tests.helpers.engine_state import engine_state
 from tests.helpers.tasks import held_out
 
 # A server of the embedded model in a process of its own, on a port that it chooses.
@@ -70,7 +71,7 @@ def serving(engine: Engine, **changes: Any) -> Iterator[Running]:
     with Running(engine, ServerConfig(**settings)) as running:
         yield running
         assert wait_for(lambda: running.engine_thread.occupancy == (0, 0))
-    assert not any(engine.debug_state().rows)
+    assert not any(engine_state(engine).rows)
 
 
 def ask(number: int = 0, **more: Any) -> dict[str, Any]:

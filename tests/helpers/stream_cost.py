@@ -55,11 +55,11 @@ def main() -> None:
     params = SamplingParams(temperature=1.0, max_new_tokens=19_000, logit_bias={end: -100.0})
     handle, decoded = engine.submit("Say:", params, "serial"), 0
     for length in LENGTHS:
-        handle.set_stream(None)
+        handle.stream = None
         while (left := length - CHUNKS * STEPS // 2 - decoded) > 0:
             engine.step(left)
             decoded = len(handle.partial().token_ids)
-        handle.set_stream("branches")
+        handle.stream = "branches"
         times = []
         for _ in range(CHUNKS):
             seconds.clear()

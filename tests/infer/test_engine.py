@@ -33,6 +33,7 @@ from tests.conftest import (
     write_checkpoint,
 )
 from tests.helpers.answers import EXAMPLE, SEPARATOR, linearise, same
+from tests.helpers.engine_state import engine_state
 from tests.helpers.replay import replay
 
 
@@ -148,9 +149,9 @@ def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
     while left or any(handle.result is None for handle in handles):
         if left:
             handles.append(own.submit(*left.pop(0)))
-            handles[-1].set_stream("branches")
+            handles[-1].stream = "branches"
         own.step(int(random.integers(1, 6)))
-        sequence = own.debug_state().decode.sequence
+        sequence = engine_state(own).decode.sequence
         running = np.asarray(sequence.cursor.finish) == RUNNING
         fed, live = np.asarray(sequence.cursor.phase) == PROMPT, np.asarray(sequence.branches.live).any(axis=1)
         beside += bool((fed & running).any() and (live & running).any())

@@ -8,7 +8,7 @@ from aspd_jax.fields import fields_template
 from aspd_jax.structure import plain_text
 from aspd_jax.template import Hole, Template
 from infer.answers.events import FilledReader
-from infer.answers.filled import Filled, FilledBlock, hole_text
+from infer.answers.filled import Filled, hole_text
 
 
 @pytest.mark.parametrize(("behind", "stop"), [(" ", " "), ("\n", "\n"), (", born ", ", born"), ("", "")])
@@ -32,8 +32,7 @@ NUMBERS = {"type": "object", "properties": {"": {"type": "integer"}, "a": {"type
 def test_a_field_may_have_an_empty_name(growing: tuple[str, ...], text: str) -> None:
     template = fields_template(NUMBERS)
     assert template is not None
-    block = FilledBlock(template.holes, frozenset(growing))
-    filled = Filled(template, {"": "1", "a": "2"}, (block,), is_final=True)
+    filled = Filled(template, {"": "1", "a": "2"}, (tuple(template.holes),), frozenset(growing), is_final=True)
     assert filled.text == text == plain_text(filled.structure)
 
 

@@ -25,6 +25,7 @@ from infer.decode.token_classes import ANY_TEXT, END
 from infer.request import Request
 from tests.conftest import patched
 from tests.helpers.cached_answers import cached_answer, cached_segments, cached_tokens
+from tests.helpers.engine_state import engine_state
 
 KINDS: dict[str, dict[str, Any]] = {
     "names": {"titles": "names"},
@@ -53,7 +54,7 @@ def requests(lm: LanguageModel) -> Iterator[SamplingParams]:
         yield SamplingParams(**hot, seed=seed + 2, max_branch_tokens=5)
         yield SamplingParams(**hot | {"max_new_tokens": 40 + seed}, seed=seed + 3)
         yield SamplingParams(**hot, seed=seed + 4, stop=("e", "a b"))
-        yield SamplingParams(**hot, seed=seed + 5, branch_schema={"type": "object", "properties": {"word": word}})
+        yield SamplingParams(**hot, seed=seed + 5, json_schema={"type": "object", "properties": {"word": word}})
 
 
 def compare(own: Engine, params: list[SamplingParams]) -> Counter[str]:
@@ -63,16 +64,16 @@ def compare(own: Engine, params: list[SamplingParams]) -> Counter[str]:
     ended: set[int] = set()
     while any(handle.result is None for handle in handles):
         own.step(random.randint(1, 9))
-        state = own.debug_state()
+        state = engine_state(own)
         for handle in filter(None, state.rows):
-            if not handle.state.decoding:
+            if not handle.decoding:
                 continue
             assert handle.row is not None
-            output, cached = handle.state.output, cached_answer(state.decode, own.config, handle.row)
+            output, cached = handle.output, cached_answer(state.decode, own.config, handle.row)
             for name in ("items", "open_branches", "opening", "end", "size", "content"):
                 assert getattr(output, name) == getattr(cached, name), name
             partial = handle.partial()  # a stop string ends it
-            if partial.finish_reason is None and not state.read_output(handle.state).shortened:
+            if partial.finish_reason is None and not state.read_output(handle).shortened:
                 assert partial.token_ids == cached_tokens(state.decode, own.config, handle.row)[0].tolist()
             seen["opening"] += bool(output.opening)
             seen["open block"] += bool(output.open_branches)
@@ -113,11 +114,11 @@ def test_templates_are_those_of_the_cache(lm: LanguageModel) -> None:
     handles = [own.submit("Say:", replace(params, seed=seed)) for seed in (1, 2)]
     while any(handle.result is None for handle in handles):
         own.step(1)
-        state = own.debug_state()
+        state = engine_state(own)
         for handle in filter(None, state.rows):
-            if handle.state.decoding:
+            if handle.decoding:
                 assert handle.row is not None
-                output = state.read_output(handle.state)
+                output = state.read_output(handle)
                 tokens = cached_tokens(state.decode, own.config, handle.row)[0].tolist()
                 assert output.token_ids(own.config) == tokens and output.size == len(tokens)
                 checked += len(tokens) > 0
@@ -155,7 +156,7 @@ class RandomDecisions(Controller):
         place = random.randint(max(1, size - 6), size - (not output.branch_ids))  # a pending token is dropped
         text = [random.randrange(100, 200) for _ in range(random.randint(1, 40))]
         if kind == "text":
-            rule = SerialRule(ANY_TEXT, ANY_TEXT)
+            rule = SerialRule(ANY_TEXT)
             return RowGuidance(left={0: random.randint(1, 5)}, serial=rule, resume_at=self._base + place, text=text)
         heads = {number: text[: random.randint(1, 3)] for number in range(1, random.randint(3, 5))}
         return RowGuidance(
@@ -178,19 +179,19 @@ def test_answers_without_tags_are_those_of_the_cache(lm: LanguageModel, monkeypa
     handles = [own.submit("Say:", replace(params, seed=seed)) for seed in range(12)]
     while any(handle.result is None for handle in handles):
         own.step(random.randint(1, 4))
-        state = own.debug_state()
+        state = engine_state(own)
         for handle in filter(None, state.rows):
-            if not handle.state.decoding:
+            if not handle.decoding:
                 continue
             assert handle.row is not None
-            output, segments = handle.state.output, cached_segments(state.decode, own.config, handle.row)
+            output, segments = handle.output, cached_segments(state.decode, own.config, handle.row)
             assert (output.serial_ids, list(output.branch_ids)) == segments
             assert output.size == len(output.serial_ids) + sum(map(len, output.branch_ids))
             seen["feeding"] += int(state.decode.sequence.cursor.phase[handle.row]) == PROMPT
             seen["open block"] += bool(output.branch_ids)
     for handle in handles:
-        assert isinstance(handle.state.controller, RandomDecisions)
-        seen.update(handle.state.controller.seen)
+        assert isinstance(handle.controller, RandomDecisions)
+        seen.update(handle.controller.seen)
     assert all(seen[name] > 3 for name in ("feeding", "open block", "text", "fork", "close")), seen
 
 

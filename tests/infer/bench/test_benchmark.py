@@ -127,7 +127,6 @@ def test_what_was_measured_is_there_when_a_benchmark_is_ended(
         return answer_times(lm, branches, *rest)
 
     monkeypatch.setattr(decoding, "answer_times", ended)
-    monkeypatch.setattr(decoding, "transformers_time", lambda *_: None)
     file = tmp_path / "bench.json"
     arguments = ["bench", "decode", "--shape", "tiny", "--repeats", "1", "--context", "16", "--json", str(file)]
     with contextlib.suppress(KeyboardInterrupt):
@@ -137,33 +136,6 @@ def test_what_was_measured_is_there_when_a_benchmark_is_ended(
     assert [width["width"] for width in run["steps"]] == [1]
     assert [(answer["name"], answer["branches"]) for answer in run["answers"]] == [("adaptive", 2), ("serial", 0)]
     assert "2 branches of 8" in capsys.readouterr().out
-
-
-def test_transformers_is_timed_in_the_same_type_or_left_out(tiny: LanguageModel, monkeypatch: Any, caplog: Any) -> None:
-    torch = pytest.importorskip("torch")
-    from transformers import LlamaForCausalLM
-
-    types: set[Any] = set()
-    real = LlamaForCausalLM.generate
-
-    def generate(model: Any, *args: Any, **options: Any) -> Any:
-        types.update(parameter.dtype for parameter in model.parameters())
-        return real(model, *args, **options)
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(LlamaForCausalLM, "generate", generate)
-    half = replace(tiny, config=replace(tiny.config, dtype="bfloat16"))
-    timed = decoding.transformers_time(half, content=3, context=8, batch=2, repeats=1)
-    assert timed is not None and timed.seconds > 0
-    assert types == {torch.bfloat16}
-    assert torch.get_default_dtype() == torch.float32
-    monkeypatch.setattr(LlamaForCausalLM, "generate", full)
-    assert decoding.transformers_time(half, content=3, context=8, batch=2, repeats=1) is None
-    assert "no figures of transformers at batch 2" in caplog.text and torch.get_default_dtype() == torch.float32
-    monkeypatch.setattr(decoding.jax, "default_backend", lambda: "tpu")
-    assert decoding.transformers_time(tiny, content=3, context=8, batch=1, repeats=1) is None, "torch sees no TPU"
 
 
 def test_unknown_shapes_are_refused() -> None:

@@ -20,9 +20,10 @@ from aspd_jax.sharding import make_mesh, shardings
 from aspd_jax.tokens import SpecialTokens
 from infer import Engine
 from infer.decode.decode_step import run
-from infer.decode.slots import put_bias
+from infer.decode.slots import admit
 from infer.decode.state import DecodeState, EngineConfig, place_state
-from infer.scheduling.admission import new_state
+from infer.request import Request, SamplingParams
+from infer.scheduling.admission import admission, new_state
 from infer.scheduling.warm_up import NO_STEP
 
 SHAPE = ModelConfig(vocab_size=64, hidden_size=64, feed_forward=96, layers=2, heads=8, kv_heads=4, head_dim=24)
@@ -77,11 +78,12 @@ def test_no_collective_on_keys_and_values(
 def test_masks_and_biases_are_split(model: LanguageModel) -> None:
     """Check the sizes on a device: the vocabulary is divided as in the head, where it can be."""
     mesh = make_mesh({"data": 2, "tensor": 4})
-    _, config, state = over(model, mesh)
+    lm, config, state = over(model, mesh)
+    request = Request((1, 2), SamplingParams(logit_bias=dict(enumerate(range(64)))), "serial", 9, 0)
     for _ in range(2):
         held = {name: shard_shape(getattr(state, name)) for name in ("token_mask", "bias", "classes")}
         assert held == {"token_mask": (4, 5, 1, 2), "bias": (4, 16), "classes": (64,)}, "two words are not divided by 4"
-        state = put_bias(state, np.int32(1), np.arange(64, dtype=np.float32), config)
+        state = admit(state, admission(lm, config, state, request, 1), config)
     assert np.asarray(state.bias).sum(axis=1).tolist() == [0, 63 * 32, 0, 0]
     wide = state._replace(token_mask=jnp.zeros((4, 5, 1, 8), jnp.uint32))
     assert shard_shape(place_state(wide, mesh).token_mask) == (4, 5, 1, 2)

@@ -22,6 +22,7 @@ from infer import Engine, SamplingParams
 from infer.offline.batch import Job, generate_file, read_prompts
 from infer.request import Mode
 from tests.conftest import SIZES
+from tests.helpers.engine_state import engine_state
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=24)
 
@@ -122,7 +123,7 @@ def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, m
             patch.setattr(module, "append", failing)
         with pytest.raises(KeyboardInterrupt):
             generate_file(own, job(source, cut))
-    for handle in own.debug_state().rows:  # requests under way end with the process
+    for handle in engine_state(own).rows:  # requests under way end with the process
         if handle is not None:
             handle.cancel()
     while own.step():

@@ -194,7 +194,7 @@ def test_streams_and_later_turns(engine: Engine) -> None:
 def test_a_cancelled_draft_leaves_the_prompt(engine: Engine) -> None:
     engine.reset_cache()
     handle = engine.submit(PROMPT, params(fields="exact"), "serial")
-    while not handle.state.output.branch_ids:
+    while not handle.output.branch_ids:
         handle.advance(1)
     handle.cancel()
     assert handle.result is not None and (handle.result.text, handle.result.finish_reason) == ("", "cancelled")

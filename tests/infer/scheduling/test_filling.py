@@ -26,6 +26,7 @@ from infer.answers.filled import Filled, hole_text
 from infer.control.filling import value_grammar
 from infer.request import ScoredBranch
 from tests.conftest import SIZES
+from tests.helpers.engine_state import engine_state
 from tests.infer.scheduling.test_structured_output import record, valid
 
 WORD = {"type": "string", "maxLength": 9}
@@ -81,9 +82,9 @@ def test_tokens_equal_a_full_pass(engine: Engine) -> None:
     filled: list[Filled] = []
     while handle.result is None:
         handle.advance(1)
-        if handle.state.row is not None and handle.state.decoding and handle.result is None:
-            output = engine.debug_state().read_output(handle.state)
-            row, cache = handle.state.row, engine.debug_state().decode.cache
+        if handle.row is not None and handle.decoding and handle.result is None:
+            output = engine_state(engine).read_output(handle)
+            row, cache = handle.row, engine_state(engine).decode.cache
             layout = Layout(*(np.asarray(field)[row] for field in cache.layout))
             cached = np.asarray(cache.tokens)[row, : cache.length[row]]
             assert isinstance(output.template, Filled)
@@ -114,7 +115,7 @@ def test_tokens_equal_a_full_pass(engine: Engine) -> None:
     checked, grammar = 0, value_grammar(hole_text(output.template.template, output.template.template.holes[0])) or ""
     for (of, k), own in by_branch.items():
         places = [n for n in range(len(ids)) if (block[n], branch[n]) == (of, k)]
-        matcher = engine.debug_state().schemas.matcher("hole", grammar)
+        matcher = engine_state(engine).schemas.matcher("hole", grammar)
         lead = len(
             engine.lm.codec.text.encode(['{"first":', '{"second":', '{"third":', '{"both":'][k - 1 + 3 * (of - 1)])
         )
@@ -435,8 +436,8 @@ def test_the_end_of_a_value_is_free(engine: Engine) -> None:
     template = Template(["A: ", Hole("a", schema="{}"), "B:", Hole("b", schema="{}")])
     spaced, grammar = (value_grammar(hole_text(template, hole)) or "" for hole in template.holes)
     for text, follows in (('"x",', True), (' "x"}', False), ('"x" }\n', True), ("7, ", True), ('"x"y', False)):
-        matcher = engine.debug_state().schemas.matcher("hole", spaced)
+        matcher = engine_state(engine).schemas.matcher("hole", spaced)
         assert matcher.accepted(engine.lm.codec.text.encode(" " + text.strip())) > 1
-        matcher = engine.debug_state().schemas.matcher("hole", grammar)
+        matcher = engine_state(engine).schemas.matcher("hole", grammar)
         ids = engine.lm.codec.text.encode(text)
         assert (matcher.accepted(ids) == len(ids)) == follows, text

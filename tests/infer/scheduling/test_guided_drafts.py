@@ -22,7 +22,7 @@ from infer.decode.state import PARALLEL, DecodeState, EngineConfig
 from tests.conftest import SIZES, patched
 from tests.helpers.draft_heads import with_draft_heads
 from tests.infer.scheduling.test_filling import LATER, SCHEMA
-from tests.infer.scheduling.test_structured_output import ADVICE, SCHEMAS, valid
+from tests.infer.scheduling.test_structured_output import SCHEMAS, valid
 
 pytestmark = pytest.mark.further
 
@@ -36,10 +36,10 @@ def plain(lm: LanguageModel) -> Engine:
 
 
 def requests(engine: Engine) -> list[SamplingParams]:
-    """Serial values, fields in one block and in two, free text, branches with a schema, and free answers."""
+    """Serial values, fields in one block and in two, free text, forked answers, and free answers."""
     special, encode = engine.config.special, engine.lm.codec.text.encode
     titles = [t for name in ("sun", "rain") for t in (special.title_start, *encode(name), special.title_end)]
-    forked: dict[str, Any] = {"branch_schema": ADVICE, "script": [[*titles, special.parallel_start]]}
+    forked: dict[str, Any] = {"script": [[*titles, special.parallel_start]]}
     kinds: list[dict[str, Any]] = [{"json_schema": schema} for schema in SCHEMAS.values()]
     kinds += [{"json_schema": schema, "fields": "parallel"} for schema in (SCHEMA, LATER)]
     kinds += [{"template": Template("Pros:{pros}\nCons:{cons}\nSum:{sum after pros, cons}"), "max_branch_tokens": 20}]

@@ -29,11 +29,12 @@ from infer.decode.state import PROMPT, SequenceState
 from infer.request import ScoredBranch
 from infer.scheduling.buckets import PROMPT_BESIDE
 from infer.scheduling.handle import Handle
-from infer.scheduling.prefix_cache import MIN_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
+from infer.scheduling.prefix_cache import MIN_COPIED, RowMemory, best_match, common_prefix
 from infer.scheduling.runner import FREE_TOKENS, InFlightSteps, Runner
 from infer.scheduling.step_cost import Sample, StepCost, draft_pays, fit
 from tests.conftest import SIZES, deferred_branches
 from tests.helpers.answers import EXAMPLE, SEPARATOR, linearise, same
+from tests.helpers.engine_state import engine_state
 
 HOT = SamplingParams(temperature=100.0, max_new_tokens=70)
 
@@ -147,7 +148,7 @@ def test_requests_join_and_leave_without_a_trace(engine: Engine, heard: bool) ->
     never.cancel()
     order: list[int] = []
     for handle in (*handles, given_up):
-        handle.set_stream("branches" if heard else None)
+        handle.stream = "branches" if heard else None
     while any(handle.result is None for handle in handles):
         engine.step(3)
         order += [n for n, handle in enumerate(handles) if handle.row is not None and n not in order]
@@ -179,8 +180,8 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     end = Runner.end
 
-    def counted(runner: Runner, started: InFlightSteps, cost: StepCost | None) -> Any:
-        done, after = end(runner, started, cost)
+    def counted(runner: Runner, started: InFlightSteps) -> Any:
+        done, after = end(runner, started)
         before = started.first
         left = np.where(after.phase == PROMPT, after.tokens, 0)
         if tokens := int((before.tokens - left)[before.phase == PROMPT].sum()):
@@ -235,7 +236,7 @@ def test_a_follow_up_turn_feeds_nothing_again(bare_lm: LanguageModel, fed: list[
 
 @pytest.mark.further
 def test_two_conversations_take_turns(bare_lm: LanguageModel) -> None:
-    """A turn of one does not cost the other what the cache holds of it, though both get the first row."""
+    """A turn of one does not cost the other what the cache holds of it: each goes on with its own row."""
     own, fresh = engines(bare_lm, 2)
     system = np.random.default_rng(2).integers(1, 15, 10).tolist()
     talks, known = [[*system, *[1, 2] * 12], [*system, *[3, 4, 5] * 9]], [0, 0]
@@ -282,7 +283,7 @@ def test_a_shared_beginning_is_copied(bare_lm: LanguageModel, monkeypatch: pytes
 
 @pytest.mark.further
 def test_the_first_rows_are_used_first(bare_lm: LanguageModel) -> None:
-    """Check that steps read no later rows."""
+    """Check rows that were last used at the same time, or never."""
     own, _ = engines(bare_lm, 3)
     short, long = (replace(HOT, max_new_tokens=tokens, seed=2) for tokens in (3, 60))  # no end of text comes before
     handles = [own.submit([1, 2], params, "serial") for params in (short, long, short)]
@@ -317,10 +318,10 @@ one_row = st.tuples(
 
 @given(rows=st.lists(one_row, min_size=1, max_size=6), data=st.data())
 def test_what_is_kept_of_a_row_is_the_prompt_s_beginning(rows: Any, data: st.DataObject) -> None:
-    held, target = memories(rows), data.draw(st.integers(0, len(rows) - 1))
+    held, free = memories(rows), data.draw(st.sets(st.integers(0, len(rows) - 1), min_size=1))
     prompt = PROMPT_IDS[: data.draw(st.integers(1, 80))]
-    match = best_match(held, target, prompt, 5)
-    source, (tokens, slots) = held[match.source], match.prefix
+    match = best_match(held, free, prompt, 5)
+    source, target, tokens, slots = held[match.source], match.target, match.tokens, match.slots
     assert tokens < len(prompt) and source.ids[:tokens].tolist() == prompt[:tokens]
     assert match.source == target or tokens >= MIN_COPIED, "copying less is not worth it"
     goes_on = tokens == source.ids.size and slots == source.slots and slots - tokens <= 5
@@ -338,27 +339,30 @@ def test_what_is_kept_of_a_row_is_the_prompt_s_beginning(rows: Any, data: st.Dat
 
 
 @given(rows=st.lists(one_row, min_size=1, max_size=6), data=st.data())
-def test_what_a_row_held_moves_to_the_row_left_longest_ago(rows: Any, data: st.DataObject) -> None:
-    held = memories(rows)
-    free = data.draw(st.sets(st.integers(0, len(rows) - 1), min_size=1).map(sorted))
-    target = free[0]
-    keep = row_to_keep_in(held, free, target)
-    if keep is None:
-        assert held[target].ids.size < MIN_COPIED or held[target].stamp == min(held[row].stamp for row in free)
-        return
-    assert keep in free and keep != target and held[target].ids.size >= MIN_COPIED
-    assert held[keep].stamp == min(held[row].stamp for row in free)
-    alike = [row for row in free if held[row].stamp == held[keep].stamp]
-    assert held[keep].ids.size == 0 or all(held[row].ids.size for row in alike), "an empty one before one that is not"
+def test_a_prompt_takes_the_row_left_longest_ago_or_goes_on_with_its_own(rows: Any, data: st.DataObject) -> None:
+    held, prompt = memories(rows), PROMPT_IDS[: data.draw(st.integers(1, 80))]
+    free = data.draw(st.sets(st.integers(0, len(rows) - 1), min_size=1))
+    match = best_match(held, free, prompt, 5)
+    taken = held[match.target]
+    assert match.target in free
+    if match.source == match.target and match.tokens == taken.ids.size:
+        return  # nothing is lost
+    assert taken.stamp == min(held[row].stamp for row in free)
+    alike = [row for row in free if held[row].stamp == taken.stamp]
+    assert taken.ids.size == 0 or all(held[row].ids.size for row in alike), "an empty one before one that is not"
 
 
-def test_who_is_kept_where() -> None:
+def test_which_row_a_prompt_takes() -> None:
     long, short = PROMPT_IDS[:MIN_COPIED], PROMPT_IDS[: MIN_COPIED - 1]
-    assert row_to_keep_in(memories([(long, 0, 0, 3), (long, 0, 0, 2), (long, 0, 0, 1)]), [0, 1, 2], 0) == 2
-    assert row_to_keep_in(memories([(long, 0, 0, 3), (long, 0, 0, 2), (long, 0, 0, 1)]), [0, 1], 0) == 1
-    assert row_to_keep_in(memories([(short, 0, 0, 3), (long, 0, 0, 2)]), [0, 1], 0) is None, "not worth it"
-    assert row_to_keep_in(memories([(long, 0, 0, 1), (long, 0, 0, 2)]), [0, 1], 0) is None, "left longest ago itself"
-    assert row_to_keep_in(memories([(long, 0, 0, 1), (long, 0, 0, 0)]), [0], 0) is None, "none else is free"
+    rows = memories([(long, 40, 0, 3), ([], 0, 0, 2), (short, 40, 0, 1)])
+    for free, prompt, expected in (
+        ({0, 1, 2}, PROMPT_IDS, (0, 0, MIN_COPIED)),  # it continues all of row 0
+        ({1, 2}, PROMPT_IDS, (0, 2, MIN_COPIED)),  # which is in use
+        ({0, 1}, short, (1, 1, 0)),  # copying less is not worth it
+        ({0, 2}, short, (2, 2, MIN_COPIED - 2)),  # in place it is
+        ({0}, short, (0, 0, MIN_COPIED - 2)),
+    ):
+        assert best_match(rows, free, prompt, 5)[:3] == expected
 
 
 @pytest.mark.further
@@ -411,7 +415,7 @@ def test_long_prompts_go_in_pieces_beside_an_answer_that_is_streamed(bare_lm: La
     first = busy.submit([7, 8], params, "serial")
     while not first.partial().token_ids:
         busy.step(1)
-    first.set_stream("branches" if streamed else None)
+    first.stream = "branches" if streamed else None
     second = busy.submit(long, params, "serial")
     if not streamed:
         busy.step(1)
@@ -422,11 +426,11 @@ def test_long_prompts_go_in_pieces_beside_an_answer_that_is_streamed(bare_lm: La
     pieces = ceil(440 / piece)
     decoded, fed = [len(first.partial().token_ids)], [0]
     for left in reversed(range(pieces)):
-        first.set_stream("branches" if left > 0 else None)  # else further steps would be in flight after the last piece
+        first.stream = "branches" if left > 0 else None  # else further steps would be in flight after the last piece
         busy.step(1)
         assert busy.last_chunk.steps == 1
         decoded.append(len(first.partial().token_ids))
-        fed.append(int(busy.debug_state().decode.cache.length[1]))
+        fed.append(int(engine_state(busy).decode.cache.length[1]))
         if len(decoded) <= pieces:
             assert second.partial().token_ids == []
     assert decoded == list(range(1, 2 + pieces)), "a token in every step in which the prompt is fed"
@@ -442,7 +446,7 @@ def test_a_prompt_given_up_half_way_leaves_nothing(bare_lm: LanguageModel) -> No
     params = replace(HOT, seed=5, max_new_tokens=30)
     handle = own.submit(prompt, params)
     own.step(1)
-    assert 0 < own.debug_state().decode.cache.length[0] < 200, "some of it has been fed"
+    assert 0 < engine_state(own).decode.cache.length[0] < 200, "some of it has been fed"
     handle.cancel()
     assert handle.result is not None
     assert handle.result.finish_reason == "cancelled" and handle.result.token_ids == []
@@ -485,7 +489,7 @@ def test_first_tokens_and_ends_are_told_at_once(engine: Engine) -> None:
     long = max(zip(results, params, strict=True), key=lambda pair: pair[0].stats.steps)[1]
     short = replace(long, max_new_tokens=5)
     quiet, heard = engine.submit([1, 2], long), engine.submit([1, 2], short)
-    heard.set_stream("branches")
+    heard.stream = "branches"
     engine.step(30)
     assert engine.last_chunk.steps == 1 and heard.poll(), "its first token, with its prompt"
     engine.step(30)
@@ -503,7 +507,7 @@ def test_steps_run_while_answers_are_read(bare_lm: LanguageModel) -> None:
     asked = SamplingParams(max_new_tokens=24, seed=5)
     engine = Engine(bare_lm, max_length=128, max_batch=1, separator_ids=SEPARATOR)
     handle, seen, told = engine.submit([1, 2], asked, "serial"), [], 0
-    handle.set_stream("branches")
+    handle.stream = "branches"
     while handle.result is None:
         engine.step(4)
         told += sum(len(event.token_ids) for event in handle.poll())
@@ -515,7 +519,7 @@ def test_steps_run_while_answers_are_read(bare_lm: LanguageModel) -> None:
 @pytest.mark.further
 def test_what_was_started_for_a_request_that_is_gone_is_forgotten(engine: Engine) -> None:
     handle = engine.submit([1, 2], replace(HOT, seed=3), "serial")
-    handle.set_stream("branches")
+    handle.stream = "branches"
     for _ in range(3):
         engine.step(2)
     handle.cancel()
@@ -549,7 +553,7 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
     """Check every kind of request, alone and beside others."""
     own = Engine(lm, max_length=128, max_batch=2, max_branches=2, max_title_tokens=1)
     assert own.warm_up(checks=True) > 0
-    assert (cost := own.debug_state().cost) is not None and cost.milliseconds(1, 128) > 0
+    assert (cost := engine_state(own).cost) is not None and cost.milliseconds(1, 128) > 0
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
     hot = {"temperature": 9.0, "max_new_tokens": 30}
@@ -561,7 +565,7 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
         {"stop": ("e", "th")},
         {"json_schema": {"type": "object"}},
         {"choices": ("yes", "no")},
-        {"branch_schema": {"type": "integer"}},
+        {"json_schema": {"type": "integer"}},
         {"script": ((40, 41, 42),)},
         {"max_content_tokens": 0},
         {"logit_bias": {own.config.special.title_start: 100.0}},
@@ -579,7 +583,7 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
     results += own.generate([turn, [*prompts[4], 50], [*prompts[4], 51, 52]], params[0])
     handles = [own.submit(prompt, params[0], max_steps=2) for prompt in prompts[2:6]]
     for handle in handles:
-        handle.set_stream("branches")
+        handle.stream = "branches"
     while any(handle.result is None for handle in handles):
         own.step(1)
         if handles[3].result is None and handles[0].result is not None:
@@ -640,7 +644,7 @@ def test_interrupted_calls_leave_no_requests(engine: Engine, monkeypatch: pytest
     """Check an interrupt of `generate` between and within chunks, and a stream that its reader leaves."""
 
     def nothing_left() -> bool:
-        state = engine.debug_state()
+        state = engine_state(engine)
         return not any(state.rows) and not state.waiting
 
     wait = Handle.wait

@@ -116,7 +116,7 @@ def test_requests_share_steps_where_that_is_cheaper(engine: Engine, monkeypatch:
 
     monkeypatch.setattr(infer.scheduling.runner, "score", count)
     for cost in (None, None, StepCost(1.0, 0.0, 0.0)):  # the first run feeds the prompts, at different times
-        monkeypatch.setattr(engine._scheduler, "_cost", cost)
+        monkeypatch.setattr(engine._scheduler.runner, "cost", cost)
         seen.clear()
         results = [engine.submit_checked(engine.check_branches(*pair)) for pair in zip(prompts, known, strict=True)]
         for handle, prompt, own in zip(results, prompts, known, strict=True):
@@ -130,7 +130,7 @@ def test_requests_share_steps_where_that_is_cheaper(engine: Engine, monkeypatch:
 @pytest.mark.further
 def test_requests_share_what_a_step_can_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check two requests that together read more than a program does: the second goes on in the next step."""
-    monkeypatch.setattr(engine._scheduler, "_cost", StepCost(1.0, 0.0, 0.0))
+    monkeypatch.setattr(engine._scheduler.runner, "cost", StepCost(1.0, 0.0, 0.0))
     ids, prompts = tokens(50, 60), [tokens(51, 9), tokens(52, 12)]
     dense = ScoredBranch(ids, tuple(range(59)), ids[1:])
     wide = ScoredBranch(ids[:2], (0, *(1,) * (MAX_READS - 3)), (5,) * (MAX_READS - 2))

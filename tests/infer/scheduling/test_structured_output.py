@@ -1,4 +1,4 @@
-"""Structured output: answers and branches that are JSON of a schema, checked by the library jsonschema."""
+"""Structured output: answers that are JSON of a schema, checked by the library jsonschema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import jsonschema
 import llguidance
-import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given
@@ -19,20 +18,14 @@ import infer.decode.grammar
 from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
 from aspd_jax.json_schema import json_rule
-from aspd_jax.structure import Parallel
 from aspd_jax.template import Hole, Template
-from aspd_jax.tokens import split
 from aspd_jax.tool_format import HERMES
 from infer import Engine, SamplingParams
-from infer.answers.answer import RequestOutput
-from infer.control.constraint import Constraint
-from infer.control.controller import Controller
-from infer.decode.state import LENGTH, STOP
-from infer.request import Request
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
 from infer.server.tool_calls import Function, ToolCalls, ToolChoice
 from tests.conftest import SIZES, patched
+from tests.helpers.engine_state import engine_state
 
 
 def record(**fields: Any) -> dict[str, Any]:
@@ -48,7 +41,6 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "nested": record(items={"type": "array", "items": record(title=WORD, kind={"enum": ["s", "p"]}), "maxItems": 3}),
     "either": {"anyOf": [{"type": "null"}, record(at={"type": "string", "pattern": "^[0-9]{2}:[0-9]{2}$"})]},
 }
-ADVICE = record(advice=WORD, hard={"type": "boolean"})
 
 
 def valid(text: str, schema: dict[str, Any]) -> bool:
@@ -84,29 +76,7 @@ def test_answers_are_json_of_their_schema(engine: Engine, temperature: float) ->
     assert not any(valid(result.text, {}) for result in alone), "negative control"
 
 
-def forking(engine: Engine, schema: Any, cut: int = 400) -> Any:
-    """An answer with two branches, whose titles are given and whose texts are the model's own."""
-    special, encode = engine.config.special, engine.lm.codec.text.encode
-    titles = [t for name in ("sun", "rain") for t in (special.title_start, *encode(name), special.title_end)]
-    serial = [*titles, special.parallel_start]
-    asked = SamplingParams(temperature=1.0, seed=3, max_new_tokens=cut, branch_schema=schema, script=[serial])
-    return engine.generate(["Two things:"], asked)[0]
-
-
-def branches_of(result: Any) -> list[str]:
-    return [branch.text for item in result.structure if isinstance(item, Parallel) for branch in item.branches]
-
-
-def test_branches_are_json_of_their_schema(engine: Engine) -> None:
-    texts = branches_of(forking(engine, ADVICE))
-    assert len(texts) >= 2 and all(valid(text, ADVICE) for text in texts), texts
-    assert not any(valid(text, ADVICE) for text in branches_of(forking(engine, None))), "negative control"
-
-
 def test_a_value_that_the_budget_cuts_says_so(engine: Engine) -> None:
-    """Check that the structure stays well-formed."""
-    result = forking(engine, ADVICE, cut=30)
-    assert result.finish_reason == "length" and len(branches_of(result)) == 2
     short = SamplingParams(max_new_tokens=5, json_schema=SCHEMAS["nested"])
     assert engine.generate(["Hi"], short)[0].finish_reason == "length"
 
@@ -123,7 +93,7 @@ def test_a_choice_may_have_thousands_of_texts(engine: Engine) -> None:
 def test_a_choice_is_one_of_the_texts_and_no_other(engine: Engine, texts: list[str], other: str) -> None:
     """Texts have marks of regular expressions, line breaks and other scripts; Python's `in` decides."""
     name, grammar = SamplingParams(choices=texts).answer_grammar or ("", "")
-    matcher, encode = engine.debug_state().schemas.matcher(name, grammar), engine.lm.codec.text.encode
+    matcher, encode = engine_state(engine).schemas.matcher(name, grammar), engine.lm.codec.text.encode
     for text in (*texts, other, texts[0][:-1], texts[0] + ".", texts[0] + texts[-1]):
         tokens = encode(text)
         assert (matcher.accepted(tokens) == len(tokens) and matcher.accepts(tokens)) == (text in texts)
@@ -163,34 +133,11 @@ def test_a_hole_that_exceeds_a_limit_ends_its_answer_alone(engine: Engine) -> No
     assert all(result.error.startswith("json_schema: a: expected a schema within") for result in (hard, filled))
 
 
-@pytest.mark.further
-def test_a_branch_that_exceeds_a_limit_ends_the_answer(engine: Engine) -> None:
-    result = forking(engine, LIMITED)
-    assert result.finish_reason == "error" and result.error.startswith("branch_schema: expected a schema within")
-    assert not forking(engine, ADVICE).error
-
-
 def test_a_call_that_exceeds_a_limit_names_its_function(engine: Engine) -> None:
     function = Function("count_words", "", LIMITED)
     calls = ToolCalls([function], ToolChoice("required"), HERMES, engine.lm.codec.text)
     result = engine.generate(["Hi"], SamplingParams(max_new_tokens=100, grammar=calls.grammar))[0]
     assert result.finish_reason == "error" and "for '// tools: count_words'. Use simpler" in result.error
-
-
-@pytest.mark.further
-def test_an_answer_whose_branch_is_cut_has_the_finish_reason_length(engine: Engine) -> None:
-    schemas, config, encode = engine.debug_state().schemas, engine.config, engine.lm.codec.text.encode
-    request = Request((1,), SamplingParams(branch_schema=SCHEMAS["choice"]), "adaptive", 100, 0)
-    constraint = Constraint(Controller(), request, schemas, config)
-    for texts, finish in ((['{"winner": "A"}', '{"winner": "tie"}'], STOP), (['{"winner": "A"}', '{"winner"'], LENGTH)):
-        special, ids = config.special, list[int]()
-        for name in ("sun", "rain"):
-            ids += [special.title_start, *encode(name), special.title_end]
-        ids.append(special.parallel_start)
-        for name, text in zip(("sun", "rain"), texts, strict=True):
-            ids += [special.branch_start, *encode(name), *config.form.separator, *encode(text), special.branch_end]
-        items = split(np.asarray([*ids, special.parallel_end], np.int32), special, config.form)
-        assert constraint.read(RequestOutput(STOP, items=list(items))).finish == finish
 
 
 @pytest.mark.further
@@ -251,7 +198,7 @@ def test_the_matcher_of_an_answer_is_made_before_the_engine_needs_it(engine: Eng
 
 @pytest.mark.further
 def test_matchers_of_requests_that_never_start_are_dropped(engine: Engine, monkeypatch: Any) -> None:
-    schemas = engine.debug_state().schemas
+    schemas = engine_state(engine).schemas
     monkeypatch.setattr(infer.control.schemas, "MAX_READY", 3)
     for number in range(6):
         engine.check("Hi", SamplingParams(max_new_tokens=40, regex=f"number{number % 4}"))
@@ -277,7 +224,6 @@ def test_without_the_permission_answers_are_not_json(lm: LanguageModel) -> None:
         ("json_schema", "{", "json_schema: expected a JSON schema"),
         ("json_schema", "[1]", "json_schema: expected a JSON schema"),
         ("json_schema", {"type": "objekt"}, "json_schema: Invalid type: objekt"),
-        ("branch_schema", {"type": "objekt"}, "branch_schema: Invalid type: objekt"),
         ("regex", "a(", "regex: .*invalid regex"),
     ],
 )
@@ -311,8 +257,6 @@ def test_the_interface_has_response_format(engine: Engine) -> None:
         assert bad.status_code == 400 and "objekt" in bad.json()["error"]["message"]
         unknown = ask(response_format={"type": "xml"})
         assert unknown.status_code == 400 and "response_format" in unknown.text
-        branches = ask(aspd={"branch_format": {"type": "json_schema", "json_schema": named}})
-        assert branches.status_code == 200
 
 
 @pytest.mark.further
@@ -328,5 +272,6 @@ def test_the_interface_names_the_schema_that_exceeds_a_limit(engine: Engine) -> 
         stream = client.post("/v1/chat/completions", json=body | {"stream": True}).text
         assert '"error"' in stream and "json_schema: expected a schema within the limits" in stream
         assert 'finish_reason":"' not in stream and "[DONE]" not in stream
-        again = body | {"response_format": {"type": "json_schema", "json_schema": {"name": "v", "schema": ADVICE}}}
+        named = {"name": "v", "schema": SCHEMAS["verdict"]}
+        again = body | {"response_format": {"type": "json_schema", "json_schema": named}}
         assert client.post("/v1/chat/completions", json=again).json()["choices"][0]["finish_reason"] == "stop"

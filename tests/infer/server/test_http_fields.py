@@ -195,15 +195,14 @@ def test_the_default_of_the_server(lm: LanguageModel) -> None:
 
 
 def test_ignored_keywords_are_named(client: TestClient) -> None:
-    """Check the header of whole answers and streams, for response formats, branches and tools."""
+    """Check the header of whole answers and streams, for response formats and tools."""
     form, parallel = with_strict(False), {"fields": "parallel"}
     places = ("#/properties/a/uniqueItems", "#/properties/a/items/format")
-    for more in ({}, {"stream": True}, {"aspd": parallel}, {"max_tokens": 5, "aspd": {"branch_format": form}}):
+    for more in ({}, {"stream": True}, {"aspd": parallel}):
         reply = ask(client, response_format=form, **more)
         names = reply.headers["X-Aspd-Ignored"].split(", ")
-        fields = ["json_schema", "branch_schema"] if "branch_format" in more.get("aspd", {}) else ["json_schema"]
         assert reply.status_code == 200
-        assert sorted(names) == sorted(f"{field}{place}" for field in fields for place in places)
+        assert sorted(names) == sorted(f"json_schema{place}" for place in places)
     function = {"name": "f", "parameters": {"properties": {"é": {"not": {"pattern": "a"}}}}}
     named = ask(client, tools=[{"type": "function", "function": function}], max_tokens=5)
     assert named.status_code == 200, named.text
@@ -241,7 +240,6 @@ def test_a_field_without_values_is_left_out(client: TestClient) -> None:
         ({"response_format": wrong({"pattern": "(?=a)"})}, "json_schema: #/properties/a/pattern: expected a regular"),
         ({"aspd": {"fields": "parallel"}, "response_format": wrong({"not": {"pattern": "a"}})}, "#/properties/a/not: "),
         ({"response_format": with_strict(True)}, "json_schema: #/properties/a/uniqueItems: expected keywords"),
-        ({"aspd": {"branch_format": with_strict(None)}}, "branch_schema: #/properties/a/uniqueItems: expected"),
         ({"structured_outputs": {"json": {"x-guidance": {"lenient": True}}}}, "json_schema: #/x-guidance: expected"),
         ({"structured_outputs": {"json": "true"}}, "json_schema: expected the schema as an object, got true"),
         ({"aspd": {"template": "A:{a}"}, "tools": [TOOL]}, "template: expected no tools beside it"),

@@ -28,6 +28,7 @@ from infer.answers.logprobs import token_logprobs
 from infer.scheduling.runner import Runner
 from tests.conftest import ROOT
 from tests.helpers.browser import chromium
+from tests.helpers.engine_state import engine_state
 from tests.helpers.replay import replay
 from tests.helpers.serving import QUESTIONS, SERVE, Running, ask, serving, wait_for
 
@@ -274,21 +275,21 @@ def test_a_poisoned_request_takes_no_other_with_it(engine: Engine, monkeypatch: 
     step, end, failures, ends = engine.step, Runner.end, [], []
 
     def together(max_steps: int) -> bool:
-        state = engine.debug_state()
+        state = engine_state(engine)
         if not failures and len([handle for handle in (*state.rows, *state.waiting) if handle]) < 2:
             time.sleep(0.001)  # neither ends before the other has come
             return True
         return step(1)
 
-    def breaks(runner: Runner, started: Any, cost: Any) -> Any:
-        running = [handle for handle in engine.debug_state().rows if handle]
+    def breaks(runner: Runner, started: Any) -> Any:
+        running = [handle for handle in engine_state(engine).rows if handle]
         if any(handle.request.seed == 666 for handle in running):
             ends.append(len(running))
             if len(ends) > 3:
                 failures.append(len(running))
                 ends.clear()
                 raise RuntimeError("poison")
-        return end(runner, started, cost)
+        return end(runner, started)
 
     with serving(engine) as server:
         client = server.client()
