@@ -180,6 +180,8 @@ class ToolCalls:
                 "tools: expected tool_choice: required or none beside response_format, got auto, because this model "
                 "writes calls as bare JSON, like the answer"
             )
+        if schema is not None:  # a tag in the answer is text of a string
+            self.text.trigger = ""
 
     def reader(self) -> CallReader:
         """Return a reader of one answer."""

@@ -121,6 +121,10 @@ def test_a_response_format_beside_tools(name: str) -> None:
     calls = tool_calls(name, AUTO, schema)
     assert accepts(name, calls, '{"a": 1}') and accepts(name, calls, written(name, GOOD))
     assert not accepts(name, calls, "Hello")
+    for text in ('{"a": "<tool_call>"}', '{"a": "<tool_call>\\n{\\"name\\": 1"}', f"{{}}{written(name, GOOD)}"):
+        assert read(calls.reader(), list(text)) == (text, []) == read(calls.reader(), [text]), "no call, only text"
+    visible = parts(name)[1].special.sub("", written(name, GOOD))
+    assert read(calls.reader(), list(visible)) == ("", [GOOD]) == read(calls.reader(), [visible])
 
 
 PROPERTY = st.sampled_from(
