@@ -304,6 +304,17 @@ def test_repeated_calls() -> None:
     assert auto.repeats is not None and repeats_an_object(f"{HEAD}{{}}}}\n{HEAD[8:]}{{}}", re.compile(auto.repeats))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_equal_examples_in_a_text_are_no_repeated_calls(name: str) -> None:
+    """Check JSON in the form of calls after other text: it is text, and does not end the answer."""
+    repeats = tool_calls(name, AUTO).repeats
+    if repeats is None:
+        return
+    example, visible = f"{HEAD}{GOOD[1]}}}\n```\n", parts(name)[1].special.sub("", written(name, GOOD, GOOD))
+    assert not repeats_an_object(f"So:\n{example}Or:\n{example}", re.compile(repeats))
+    assert repeats_an_object(visible, re.compile(repeats)), "negative control"
+
+
 def test_a_repeated_call_is_held() -> None:
     """Check that a call of a function that was called before is shown as soon as it differs, or is cut off."""
     reader = tool_calls("qwen", AUTO).reader()
