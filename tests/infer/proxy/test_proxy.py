@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
 from aspd_jax.tokens import Codec
-from infer.proxy.answering import read_leads
+from infer.proxy.answering import Answering, read_leads
 from infer.proxy.routes import make_app
 from infer.proxy.upstream import UpstreamConfig
 from infer.request import MAX_TITLE_TOKENS
@@ -342,6 +342,17 @@ def test_branches_share_the_budget(proxy: str, upstream: Upstream, demo: Languag
     answer = ask(proxy, max_tokens=most).json()["choices"][0]
     assert answer["finish_reason"] == "length" and "beta" not in answer["message"]["content"]
     assert abs(len(encode(answer["message"]["content"])) - most) <= 9
+
+
+def test_each_piece_of_a_branch_is_counted_once(
+    proxy: str, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = list[str]()
+    count = Answering._count
+    monkeypatch.setattr(Answering, "_count", lambda self, piece: counted.append(piece) or count(self, piece))
+    upstream.script |= {"2/2 B: ": "beta goes on. " * 40 + "<|/branch|>"}
+    assert "beta" in ask(proxy).json()["choices"][0]["message"]["content"]
+    assert 180 < len(counted) < 240, "14 * 40 / 3 pieces, and a few of titles and of the other branch"
 
 
 def test_a_client_that_goes_ends_its_requests(proxy: str, upstream: Upstream) -> None:
