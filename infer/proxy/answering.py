@@ -168,7 +168,8 @@ class Answering:
         """Count and send a request of an answer."""
         answer.requests += 1
         number, stops = answer.requests - 1, [*stop, *self._ends]
-        return self._upstream.complete(prompt, limit, stops, forbidden, sampling, number, WRITE_TAGS)
+        more = WRITE_TAGS if self._tags else {}
+        return self._upstream.complete(prompt, limit, stops, forbidden, sampling, number, more)
 
     async def _titles(self, answer: Proxied, prefix: Sequence[int], sampling: SamplingParams) -> tuple[str, list[str]]:
         """Decode the titles of a block; return the stated number of leads, empty for names, and the titles.

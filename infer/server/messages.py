@@ -320,6 +320,14 @@ class Common(SamplingFields):
     stream_options: StreamOptions | None = None
     aspd: Aspd = Aspd()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_penalty(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "repeat_penalty" in data:  # the name of other servers
+            if data["repeat_penalty"] == data.get("repetition_penalty"):
+                return {name: data[name] for name in data if name != "repeat_penalty"}
+        return data
+
     @model_validator(mode="after")
     def _options_of_streams(self) -> Self:
         if self.stream_options is not None and not self.stream:

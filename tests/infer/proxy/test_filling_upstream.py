@@ -157,6 +157,20 @@ def test_responses(real: str) -> None:
     assert "".join(pieces) == expected
 
 
+def test_text_with_a_repetition_penalty(server: Running) -> None:
+    """Check an upstream that takes the penalty by one name, and returns no tags: the model has none."""
+    lm = server.engine.lm
+    app = make_app(UpstreamConfig(f"{server.url}/v1", "demo"), lm.tokenizer, lm.end_ids, "m", 400, forks=False)
+    prompt, more = server.engine.encode([QUESTION]), {"repetition_penalty": 1.1, "max_tokens": 20}
+    asked = {"model": "demo", "prompt": prompt, "temperature": 0}
+    expected = httpx.post(f"{server.url}/v1/completions", json=asked | more, timeout=120).json()["choices"][0]["text"]
+    with Served(app) as made:
+        reply = ask(made.url, **more, model="m", aspd={"lists": "serial"})
+    assert reply.status_code == 200 and text_of(reply) == expected, reply.text
+    other = httpx.post(f"{server.url}/v1/completions", json=asked | more | {"repeat_penalty": 1.2}, timeout=120)
+    assert other.status_code == 400 and "the field is repetition_penalty" in other.text
+
+
 # Over a scripted upstream.
 
 
