@@ -25,7 +25,7 @@ from infer.request import (
     SamplingParams,
 )
 from infer.server.config import ServerConfig
-from infer.server.neutral import GUIDED, MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
+from infer.server.neutral import FAST, GUIDED, MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
 from infer.server.tool_calls import Function, ToolChoice
 from infer.server.tool_requests import (
     MAX_TOOLS,
@@ -51,6 +51,7 @@ Float = Annotated[float, pydantic.Strict()]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[Int, Field(ge=0, lt=1 << 31)]
 Pattern = Annotated[str, Field(min_length=1)]  # a regular expression or a grammar
+TokenIds = Annotated[list[TokenId], FAST]
 TopLogprobs = Annotated[Int, Field(ge=0, le=MAX_ALTERNATIVES)]
 Limit = Annotated[Int, Field(ge=1, lt=1 << 31)]
 
@@ -113,7 +114,7 @@ class StructuredOutputs(Strict):
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
     json_object: StrictBool | None = None
     regex: Pattern | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Annotated[list[str], Field(min_length=1), FAST] | None = None
     grammar: Pattern | None = None
 
 
@@ -197,7 +198,7 @@ class Decoded(Strict):
         token_ids: tokens of the answer as it was decoded, blocks included.
     """
 
-    token_ids: list[Annotated[Int, Field(ge=0, lt=1 << 31)]] | None = None
+    token_ids: TokenIds | None = None
 
 
 class Message(Strict):
@@ -208,7 +209,7 @@ class Message(Strict):
     instead: ClassVar[str] = "results of tools are items of type function_call_output"
     aspd: Decoded = Decoded()
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | Annotated[list[Part], FAST]
 
     @model_validator(mode="before")
     @classmethod
@@ -243,7 +244,7 @@ class ChatMessage(Message):
     roles = ("tool",)
     instead = "the role of results is tool"
     role: Literal["system", "developer", "user", "assistant", "tool"]  # type: ignore[assignment]
-    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_calls: Annotated[list[ToolCall], FAST] = Field(default_factory=list)
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -269,7 +270,7 @@ class Prediction(Strict):
     """A text that most of the answer equals."""
 
     type: Literal["content"]
-    content: Annotated[str, Field(min_length=1)] | Annotated[list[Part], Field(min_length=1)]
+    content: Annotated[str, Field(min_length=1)] | Annotated[list[Part], Field(min_length=1), FAST]
 
     @property
     def text(self) -> str | None:
@@ -567,7 +568,7 @@ class ChatRequest(Completion):
         "parallel_tool_calls": Neutral(),
         "prediction": Neutral(),
     }
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FAST]
     tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: ToolMode | ChatToolName | None = None
     parallel_tool_calls: StrictBool = True
@@ -649,7 +650,7 @@ class CompletionRequest(Completion):
         "logprobs": Neutral((False,)),
         "suffix": Neutral(("",), reason="text between a prompt and a suffix is not supported"),
     }
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | TokenIds | Annotated[list[str], FAST] | Annotated[list[TokenIds], FAST]
     max_tokens: Annotated[Int, Field(ge=0, lt=1 << 31)] = 16
     logprobs: TopLogprobs | None = None
     echo: StrictBool = False

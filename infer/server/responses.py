@@ -22,7 +22,7 @@ from infer.server.messages import (
     TopLogprobs,
     check_calling,
 )
-from infer.server.neutral import REQUEST, Neutral, Strict
+from infer.server.neutral import FAST, REQUEST, Neutral, Strict
 from infer.server.tool_calls import Function, ToolChoice
 from infer.server.tool_requests import (
     MAX_TOOLS,
@@ -108,7 +108,7 @@ class ResponsesRequest(Common):
         "parallel_tool_calls": Neutral(),
     }
     schema_place: ClassVar[str] = "tools[{}].parameters"
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[list[InputItem], Field(min_length=1), FAST]
     instructions: str | None = None
     tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: ToolMode | FlatToolName | None = None
@@ -117,18 +117,21 @@ class ResponsesRequest(Common):
     text: TextSettings = TextSettings()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     top_logprobs: TopLogprobs | None = None
-    include: list[
-        Literal[
-            "message.output_text.logprobs",
-            # Accepted without effect: responses have none of these.
-            "code_interpreter_call.outputs",
-            "computer_call_output.output.image_url",
-            "file_search_call.results",
-            "message.input_image.image_url",
-            "reasoning.encrypted_content",
-            "web_search_call.action.sources",
-            "web_search_call.results",
-        ]
+    include: Annotated[
+        list[
+            Literal[
+                "message.output_text.logprobs",
+                # Accepted without effect: responses have none of these.
+                "code_interpreter_call.outputs",
+                "computer_call_output.output.image_url",
+                "file_search_call.results",
+                "message.input_image.image_url",
+                "reasoning.encrypted_content",
+                "web_search_call.action.sources",
+                "web_search_call.results",
+            ]
+        ],
+        FAST,
     ] = Field(default_factory=list)
 
     @model_validator(mode="before")

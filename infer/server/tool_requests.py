@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StrictBool, model_validator
 
-from infer.server.neutral import FUNCTION_TOOL, PART, TOOL_CALL, Neutral, Strict, fault, spell
+from infer.server.neutral import FAST, FUNCTION_TOOL, PART, TOOL_CALL, Neutral, Strict, fault, spell
 from infer.server.tool_calls import Function, ToolChoice
 
 MAX_TOOLS = 512
@@ -191,7 +191,7 @@ class OutputItem(Strict):
     neutral: ClassVar = CallItem.neutral
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
-    output: str | list[OutputPart]
+    output: str | Annotated[list[OutputPart], FAST]
 
     @property
     def plain(self) -> dict[str, Any]:

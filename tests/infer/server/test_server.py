@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import openai
 import pytest
+from pydantic import ValidationError
 
 import aspd
 import infer.server.app
@@ -26,6 +27,10 @@ from aspd_jax.progress import programs_compiled
 from infer import Engine, SamplingParams
 from infer.answers.logprobs import token_logprobs
 from infer.scheduling.runner import Runner
+from infer.server.decisions import DecisionsRequest
+from infer.server.messages import ChatRequest, CompletionRequest
+from infer.server.refusals import describe
+from infer.server.responses import ResponsesRequest
 from tests.conftest import ROOT
 from tests.helpers.browser import chromium
 from tests.helpers.replay import replay
@@ -195,6 +200,44 @@ def test_bodies_are_bounded(server: Running) -> None:
     broken = httpx.post(url, content=b"{", headers={"Content-Type": "application/json"})
     assert broken.status_code == 400 and "JSON" in broken.json()["error"]["message"]
     assert httpx.get(url).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "where"),
+    [
+        (ChatRequest, {"messages": [0] * 999}, "messages[0]"),
+        (ChatRequest, {"messages": [{"role": "user", "content": [0] * 999}]}, "messages[0].content[0]"),
+        (ChatRequest, ask(prediction={"type": "content", "content": [0] * 999}), "prediction.content[0]"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "assistant", "aspd": {"token_ids": [-1] * 999}}]},
+            "messages[0].aspd.token_ids[0]",
+        ),
+        (
+            ChatRequest,
+            {"messages": [{"role": "assistant", "tool_calls": [0] * 999}]},
+            "messages[0].tool_calls[0]",
+        ),
+        (CompletionRequest, {"prompt": [-1] * 999}, "prompt[0]"),
+        (CompletionRequest, {"prompt": [{}] * 999}, "prompt[0]"),
+        (CompletionRequest, {"prompt": [[-1] * 999]}, "prompt[0][0]"),
+        (CompletionRequest, {"prompt": "", "structured_outputs": {"choice": [0] * 999}}, "structured_outputs.choice[0]"),
+        (ResponsesRequest, {"input": [0] * 999}, "input[0]"),
+        (ResponsesRequest, {"input": "", "include": [0] * 999}, "include[0]"),
+        (
+            ResponsesRequest,
+            {"input": [{"type": "function_call_output", "call_id": "x", "output": [0] * 999}]},
+            "input[0].output[0]",
+        ),
+        (DecisionsRequest, {"input": "", "questions": [{"type": "predicate", "instructions": [0] * 999}]}, "questions[0].instructions[0]"),
+    ],
+)  # fmt: skip
+def test_a_malformed_list_has_few_errors(kind: Any, fields: dict[str, Any], where: str) -> None:
+    """Check that a body of the largest size does not hold up the event loop for the errors of all its entries."""
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate({"model": "demo"} | fields)
+    errors = [error | {"loc": ("body", *error["loc"])} for error in refused.value.errors()]
+    assert len(errors) < 9 and describe(errors, fields)[0] == where
 
 
 def test_a_full_queue_says_when_to_come_back(engine: Engine, slow_motion: None) -> None:
