@@ -146,7 +146,7 @@ class _Proxy:
         try:
             await _exhaust(events, request)
         except UpstreamError as error:
-            raise Refused(502, str(error), "upstream_error") from None
+            raise Refused(error.status, str(error), "upstream_error", error.code) from None
         except RequestError as error:
             raise Refused(400, str(error)) from None
         message = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -215,7 +215,7 @@ class _Proxy:
                     if deltas := make_deltas([event]):
                         yield [chunk(_placed(delta)) for delta in deltas]
         except UpstreamError as error:
-            yield [error_body(str(error), "upstream_error")]
+            yield [error_body(str(error), "upstream_error", error.code)]
             return
         except RequestError as error:
             yield [error_body(str(error), INVALID)]

@@ -370,11 +370,16 @@ def test_faults_of_the_upstream(proxy: str, upstream: Upstream) -> None:
     busy = JSONResponse({"error": {"message": "busy"}}, 503)
     upstream.before = lambda number: busy if number <= 2 else None
     assert ask(proxy).json()["choices"][0]["message"]["content"] == TEXT  # waited out
-    upstream.before = lambda _: JSONResponse({"error": {"message": "no such model"}}, 404)
+    refusal = {"message": "too long", "code": "context_length_exceeded"}
+    upstream.before = lambda _: JSONResponse({"error": refusal}, 400)
     refused = ask(proxy)
-    assert refused.status_code == 502 and "status 404" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+    assert "status 400" in refused.json()["error"]["message"]
     streamed = ask(proxy, stream=True).text
-    assert "status 404" in streamed and "[DONE]" not in streamed
+    assert "context_length_exceeded" in streamed and "[DONE]" not in streamed
+    upstream.before = lambda _: JSONResponse({"error": {"message": "out of memory"}}, 501)
+    refused = ask(proxy)
+    assert refused.status_code == 502 and "status 501" in refused.json()["error"]["message"]
     upstream.before = lambda _: Response("data: {oops\n\n", media_type="text/event-stream")
     refused = ask(proxy)
     assert refused.status_code == 502 and "expected a stream of completions" in refused.json()["error"]["message"]

@@ -269,6 +269,7 @@ def test_time_runs_out(engine: Engine, slow_motion: None) -> None:
         url = f"{server.url}/v1/chat/completions"
         late = httpx.post(url, json=endless(), timeout=60)
         assert late.status_code == 504 and late.json()["error"]["type"] == "timeout"
+        assert late.headers["x-should-retry"] == "false", "the official client would ask again"
         with httpx.stream("POST", url, json=endless(stream=True), timeout=60) as reply:
             assert json.loads([line for line in reply.iter_lines() if line][-1][6:])["error"]["type"] == "timeout"
 
