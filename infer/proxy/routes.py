@@ -121,18 +121,17 @@ class _Proxy:
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a request for OpenAI's chat completions."""
-        answer = await self._answer(request, body, [message.plain for message in body.messages])
+        answer = await self._answer(request, body)
         return await name_ignored(reply(answer), body.ignored)
 
     async def respond(self, request: Request, body: ResponsesRequest) -> Response:
         """Answer a request for OpenAI's responses."""
-        answer = await self._answer(request, body, body.messages)
+        answer = await self._answer(request, body)
         return await name_ignored(reply_response(body, answer), body.ignored)
 
-    async def _answer(
-        self, request: Request, body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]]
-    ) -> Answer:
+    async def _answer(self, request: Request, body: ChatRequest | ResponsesRequest) -> Answer:
         await self.model(body.model)
+        messages = body.conversation
         _check_support(body, messages)
         answer = Proxied()
         try:

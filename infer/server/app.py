@@ -140,16 +140,16 @@ class _Server:
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a request for OpenAI's chat completions."""
-        messages, calls = [message.plain for message in body.messages], await self._tool_calls(body)
+        calls = await self._tool_calls(body)
         form = Chat() if calls is None else ToolChat(calls)
-        answer = await self._answer(request, body, [messages], form, body.continue_final_message, calls)
+        answer = await self._answer(request, body, [body.conversation], form, body.continue_final_message, calls)
         return await name_ignored(reply(answer), body.ignored)
 
     async def respond(self, request: Request, body: ResponsesRequest) -> Response:
         """Answer a request for OpenAI's responses."""
         calls = await self._tool_calls(body)
         form = Chat() if calls is None else ToolChat(calls)
-        answer = await self._answer(request, body, [body.messages], form, calls=calls)
+        answer = await self._answer(request, body, [body.conversation], form, calls=calls)
         return await name_ignored(reply_response(body, answer), body.ignored)
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:

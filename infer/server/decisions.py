@@ -156,7 +156,7 @@ class DecisionSettings(Strict):
 class Decisions(Strict):
     """Fields of both kinds of requests."""
 
-    neutral: ClassVar = {**REQUEST, "prompt_cache_options": Neutral(kinds=(dict,))}
+    neutral: ClassVar = REQUEST
     input_field: ClassVar[str]
     model: str
     aspd: DecisionSettings = DecisionSettings()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
@@ -219,8 +219,8 @@ class Message(Strict):
                 raise fault(f"expected system, developer, user or assistant, got {role}; {cls.instead}")
             if isinstance(kind := data.get("type"), str) and kind != "message":
                 raise fault(f"expected a message, got an item of type {spell(kind)}")
-            if data.get("role") == "assistant" and data.get("content") is None:
-                return {**data, "content": ""}  # clients return answers that called tools without content
+            if data.get("role") == "assistant" and data.get("content") is None:  # of a refusal, or of calls
+                return {name: data[name] for name in data if name != "refusal"} | {"content": data.get("refusal") or ""}
         return data
 
     @model_validator(mode="after")
@@ -235,6 +235,17 @@ class Message(Strict):
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": text} | ({} if self.aspd.token_ids is None else self.aspd.model_dump())
+
+
+def joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with successive system messages as one, because some chat templates refuse a second."""
+    result: list[dict[str, Any]] = []
+    for message in messages:
+        if result and result[-1]["role"] == message["role"] == "system":
+            result[-1] = {**message, "content": f"{result[-1]['content']}\n\n{message['content']}"}
+        else:
+            result.append(message)
+    return result
 
 
 class ChatMessage(Message):
@@ -591,6 +602,11 @@ class ChatRequest(Completion):
         plain = [message.plain for message in self.messages]
         check_results(plain, [f"messages[{number}]" for number in range(len(plain))], "tool_call_id")
         return self
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the conversation in the form of the chat template."""
+        return joined([message.plain for message in self.messages])
 
     @property
     def functions(self) -> list[Function]:

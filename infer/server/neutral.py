@@ -81,6 +81,8 @@ REQUEST: Mapping[str, Neutral] = {
     "verbosity": Neutral(("low", "medium", "high")),
     "prompt_cache_key": _ANY_TEXT,
     "prompt_cache_retention": _ANY_TEXT,
+    "prompt_cache_options": _ANY_OBJECT,
+    "client_metadata": _ANY_OBJECT,
     "safety_identifier": _ANY_TEXT,
     "user": _ANY_TEXT,
     "metadata": _ANY_OBJECT,

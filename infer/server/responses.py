@@ -21,6 +21,7 @@ from infer.server.messages import (
     PlainText,
     TopLogprobs,
     check_calling,
+    joined,
 )
 from infer.server.neutral import FAST, REQUEST, Neutral, Strict
 from infer.server.tool_calls import Function, ToolChoice
@@ -146,12 +147,10 @@ class ResponsesRequest(Common):
         return self
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
-        """Conversation in the form of the chat template."""
-        first: list[dict[str, Any]] = []
-        if self.instructions is not None:
-            first.append({"role": "system", "content": self.instructions})
-        return first + conversation(self.input)[0]
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the conversation in the form of the chat template."""
+        first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        return joined([*first, *conversation(self.input)[0]])
 
     @property
     def functions(self) -> list[Function]:
