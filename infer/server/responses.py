@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from itertools import count
+from itertools import accumulate, count
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi.responses import JSONResponse, Response
@@ -99,6 +99,7 @@ class ResponsesRequest(Common):
         "max_completion_tokens": Neutral(reason="the field is max_output_tokens"),
         "max_tokens": Neutral(reason="the field is max_output_tokens"),
         "messages": Neutral(reason="the field is input"),
+        "metadata": Neutral(),
         "n": Neutral((1,)),
         "previous_response_id": Neutral(reason=NOT_STORED),
         "prompt": Neutral(reason="the fields are input and instructions"),
@@ -115,6 +116,7 @@ class ResponsesRequest(Common):
     tool_choice: ToolMode | FlatToolName | None = None
     parallel_tool_calls: StrictBool = True
     max_output_tokens: Limit | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
     text: TextSettings = TextSettings()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     top_logprobs: TopLogprobs | None = None
@@ -212,7 +214,7 @@ class Translation:
             "id": f"resp_{self._number}", "object": "response", "created_at": head["created"], "model": head["model"],
             "background": False, "completed_at": None, "error": None, "incomplete_details": None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "max_tool_calls": None,
-            "metadata": {}, "output": [], "parallel_tool_calls": body.parallel_tool_calls,
+            "metadata": body.metadata, "output": [], "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "service_tier": "default",
             "status": "in_progress", "store": False, "temperature": body.temperature, "text": {"format": form},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
@@ -241,7 +243,9 @@ class Translation:
             "output": output,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage.get("prompt_tokens_details", {"cached_tokens": 0}),
+                "input_tokens_details": {
+                    "cache_write_tokens": 0, **usage.get("prompt_tokens_details", {"cached_tokens": 0})
+                },
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
@@ -294,9 +298,13 @@ def respond(body: ResponsesRequest, completion: dict[str, Any]) -> dict[str, Any
     status = "incomplete" if finish == "length" else "completed"
     output = []
     if text is not None:
-        output.append(
-            translation.message("completed" if calls else status, [translation.part(text, choice["logprobs"])])
-        )
+        logprobs = choice["logprobs"]
+        if calls and logprobs is not None:  # the tokens after the text are those of the calls
+            tokens = logprobs["content"]
+            starts = accumulate((len(token["bytes"]) for token in tokens), initial=0)
+            size = len(text.encode())
+            logprobs = {"content": [token for token, start in zip(tokens, starts, strict=False) if start < size]}
+        output.append(translation.message("completed" if calls else status, [translation.part(text, logprobs)]))
     for number, call in enumerate(calls):
         last = number + 1 == len(calls)
         output.append(translation.call(number, call, status if last else "completed"))
