@@ -122,12 +122,12 @@ class _Proxy:
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a request for OpenAI's chat completions."""
         answer = await self._answer(request, body)
-        return await name_ignored(reply(answer), body.ignored)
+        return await name_ignored(reply(answer), body)
 
     async def respond(self, request: Request, body: ResponsesRequest) -> Response:
         """Answer a request for OpenAI's responses."""
         answer = await self._answer(request, body)
-        return await name_ignored(reply_response(body, answer), body.ignored)
+        return await name_ignored(reply_response(body, answer), body)
 
     async def _answer(self, request: Request, body: ChatRequest | ResponsesRequest) -> Answer:
         await self.model(body.model)

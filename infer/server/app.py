@@ -123,7 +123,7 @@ class _Server:
             Refused: the request has no valid key, or the server is not ready.
         """
         if self._keys and request.scope["path"] not in OPEN:
-            key = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+            key = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
             digest = hashlib.sha256(key).digest()
             # Comparing with all keys makes the duration independent of the key that matches.
             if not max([hmac.compare_digest(digest, valid) for valid in self._keys]):
@@ -143,21 +143,21 @@ class _Server:
         calls = await self._tool_calls(body)
         form = Chat() if calls is None else ToolChat(calls)
         answer = await self._answer(request, body, [body.conversation], form, body.continue_final_message, calls)
-        return await name_ignored(reply(answer), body.ignored)
+        return await name_ignored(reply(answer), body)
 
     async def respond(self, request: Request, body: ResponsesRequest) -> Response:
         """Answer a request for OpenAI's responses."""
         calls = await self._tool_calls(body)
         form = Chat() if calls is None else ToolChat(calls)
         answer = await self._answer(request, body, [body.conversation], form, calls=calls)
-        return await name_ignored(reply_response(body, answer), body.ignored)
+        return await name_ignored(reply_response(body, answer), body)
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         """Answer a request for OpenAI's completions."""
         decode, prompts = self._engine.lm.codec.text.decode, body.prompts
         texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if body.echo else []
         answer = await self._answer(request, body, prompts, Text(texts, body.choices, body.return_tokens_as_token_ids))
-        return await name_ignored(reply(answer), body.ignored)
+        return await name_ignored(reply(answer), body)
 
     async def decide(self, request: Request, body: DecisionsRequest) -> Response:
         """Answer a request for OpenAI's decisions."""

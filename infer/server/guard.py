@@ -42,7 +42,7 @@ def add_guard(
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"],
-            expose_headers=[REQUEST_ID, "retry-after"],
+            expose_headers=[REQUEST_ID, "retry-after", "x-aspd-ignored"],
         )  # fmt: skip
 
 

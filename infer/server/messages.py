@@ -335,9 +335,8 @@ class Common(SamplingFields):
     @model_validator(mode="before")
     @classmethod
     def _one_penalty(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "repeat_penalty" in data:  # the name of other servers
-            if data["repeat_penalty"] == data.get("repetition_penalty"):
-                return {name: data[name] for name in data if name != "repeat_penalty"}
+        if isinstance(data, dict) and data.get("repeat_penalty") == data.get("repetition_penalty"):  # names of one
+            return {name: data[name] for name in data if name != "repeat_penalty"}
         return data
 
     @model_validator(mode="after")
@@ -454,6 +453,11 @@ class Common(SamplingFields):
                 except RequestError as error:
                     raise RequestError(f"{name}: {error}") from None
         return schemas
+
+    @property
+    def has_schemas(self) -> bool:
+        """Return whether answers follow a JSON schema."""
+        return "json_schema" in self.grammar or self.aspd.branch_format is not None or self.calling is not None
 
     def ignored(self) -> list[str]:
         """Return the keywords that answers need not follow: the field of each schema, and a JSON pointer."""

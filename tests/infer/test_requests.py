@@ -456,6 +456,7 @@ def test_other_origins(engine: Engine, server: Running) -> None:
     assert "authorization" in before.headers["access-control-allow-headers"]
     reply = httpx.post(url, json={}, headers={"Origin": "https://example.org"})
     assert reply.status_code == 400 and allowed(reply) == "https://example.org"
+    assert "x-aspd-ignored" in reply.headers["access-control-expose-headers"]
     assert allowed(preflight(url, "https://evil.org")) is None
     with serving(engine, keys=("k",)) as plain, serving(engine, keys=("k",), origins=("*",)) as opened:
         assert allowed(preflight(f"{plain.url}/v1/models", "https://example.org")) is None

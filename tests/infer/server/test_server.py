@@ -221,7 +221,11 @@ def test_bodies_are_bounded(server: Running) -> None:
         (CompletionRequest, {"prompt": [-1] * 999}, "prompt[0]"),
         (CompletionRequest, {"prompt": [{}] * 999}, "prompt[0]"),
         (CompletionRequest, {"prompt": [[-1] * 999]}, "prompt[0][0]"),
-        (CompletionRequest, {"prompt": "", "structured_outputs": {"choice": [0] * 999}}, "structured_outputs.choice[0]"),
+        (
+            CompletionRequest,
+            {"prompt": "", "structured_outputs": {"choice": [0] * 999}},
+            "structured_outputs.choice[0]",
+        ),
         (ResponsesRequest, {"input": [0] * 999}, "input[0]"),
         (ResponsesRequest, {"input": "", "include": [0] * 999}, "include[0]"),
         (
@@ -229,9 +233,13 @@ def test_bodies_are_bounded(server: Running) -> None:
             {"input": [{"type": "function_call_output", "call_id": "x", "output": [0] * 999}]},
             "input[0].output[0]",
         ),
-        (DecisionsRequest, {"input": "", "questions": [{"type": "predicate", "instructions": [0] * 999}]}, "questions[0].instructions[0]"),
+        (
+            DecisionsRequest,
+            {"input": "", "questions": [{"type": "predicate", "instructions": [0] * 999}]},
+            "questions[0].instructions[0]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_malformed_list_has_few_errors(kind: Any, fields: dict[str, Any], where: str) -> None:
     """Check that a body of the largest size does not hold up the event loop for the errors of all its entries."""
     with pytest.raises(ValidationError) as refused:
@@ -257,6 +265,7 @@ def test_a_client_that_goes_frees_its_row(server: Running, slow_motion: None) ->
     url = f"{server.url}/v1/chat/completions"
     with httpx.Client(timeout=60) as client:
         with client.stream("POST", url, json=endless(stream=True)) as reply:
+            assert reply.headers["X-Accel-Buffering"] == "no"
             next(reply.iter_lines())
         assert wait_for(lambda: server.engine_thread.occupancy == (0, 0), 120)
     with pytest.raises(httpx.TimeoutException):
@@ -287,6 +296,9 @@ def test_keys(engine: Engine) -> None:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == status
         assert httpx.get(f"{server.url}/health").status_code == 200 and httpx.get(server.url).status_code == 200
+    with serving(engine, keys=("schlüssel",)) as server:
+        given = {"Authorization": "Bearer schlüssel".encode()}
+        assert httpx.get(f"{server.url}/v1/models", headers=given).status_code == 200
 
 
 def test_probes_before_the_start_are_not_logged(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
