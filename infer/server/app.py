@@ -58,7 +58,7 @@ News: TypeAlias = tuple[int, list[Delta], int, Result | Broken | None]
 def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     """Create an application that runs an engine from its startup to its shutdown."""
     metrics = Metrics()
-    engine_thread = EngineThread(engine, config, metrics.chunk)
+    engine_thread = EngineThread(engine, config, metrics.chunk, metrics.answer)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -418,7 +418,6 @@ class _Server:
     async def _result(self, ticket: Ticket) -> Result:
         async for news in ticket.stream():
             if (result := news[-1].result) is not None:
-                self._note(ticket, result)
                 if result.error:
                     raise Refused(400, result.error)
                 return result
@@ -481,8 +480,7 @@ class _Server:
         tokens = 0
         try:
             async for events in ticket.stream():
-                if (result := events[-1].result) is not None:
-                    self._note(ticket, result)
+                result = events[-1].result
                 tokens += sum(len(event.token_ids) for event in events if event.kind == "token")
                 count = tokens if result is None else result.stats.content_tokens
                 news.put_nowait((number, make_deltas(events), count, result))
@@ -490,9 +488,6 @@ class _Server:
             if not isinstance(error, Broken):
                 log.exception("the stream of an answer")
             news.put_nowait((number, [], tokens, Broken()))
-
-    def _note(self, ticket: Ticket, result: Result) -> None:
-        self._metrics.answer(ticket.request.mode, result.finish_reason or "cancelled", result.stats)
 
     def _logprobs(self, form: Form, ticket: Ticket) -> Any:
         if ticket.request.alternatives is None:

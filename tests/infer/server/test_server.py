@@ -268,9 +268,13 @@ def test_a_client_that_goes_frees_its_row(server: Running, slow_motion: None) ->
             assert reply.headers["X-Accel-Buffering"] == "no"
             next(reply.iter_lines())
         assert wait_for(lambda: server.engine_thread.occupancy == (0, 0), 120)
+    cancelled = 'aspd_answers_total{finish="cancelled",mode="serial"}'
+    before = re.search(f"{re.escape(cancelled)} (.*)", httpx.get(f"{server.url}/metrics").text)
     with pytest.raises(httpx.TimeoutException):
         httpx.post(url, json=endless(n=8), timeout=0.1)
     assert wait_for(lambda: server.engine_thread.occupancy == (0, 0), 120)
+    after = re.search(f"{re.escape(cancelled)} (.*)", httpx.get(f"{server.url}/metrics").text)
+    assert before and after and float(after[1]) == float(before[1]) + 8
 
 
 def test_time_runs_out(engine: Engine, slow_motion: None) -> None:
@@ -433,7 +437,7 @@ def test_many_requests_leave_nothing_behind(server: Running) -> None:
     asyncio.run(all_of_them())
     assert len(outcomes) == 160 and len(set(outcomes)) == 4
     assert wait_for(lambda: server.engine_thread.occupancy == (0, 0), 20)
-    assert wait_for(lambda: server.engine_thread.live == 0, 5)
+    assert wait_for(lambda: not server.engine_thread._live, 5)
     metrics = httpx.get(f"{server.url}/metrics").text
     assert "aspd_running 0.0" in metrics and "aspd_waiting 0.0" in metrics
     counted = re.findall(r'aspd_requests_total\{path="/v1/chat/completions",status="200"\} (\d+)', metrics)
