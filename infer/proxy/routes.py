@@ -117,7 +117,7 @@ class _Proxy:
         if name != self._name:
             message = f"unknown model {name!r}; available: {self._name!r}"
             raise Refused(404, message, INVALID, "model_not_found", "model")
-        return {"id": self._name, "object": "model", "created": self._started, "owned_by": "aspd"}
+        return {"id": self._name, "object": "model", "created": self._started, "owned_by": "aspd-proxy"}
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a request for OpenAI's chat completions."""

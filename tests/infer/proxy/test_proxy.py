@@ -1,4 +1,4 @@
-"""The proxy over a scripted upstream that knows nothing of branches, and over llama.cpp where it is installed."""
+"""The proxy over a scripted upstream that knows nothing of branches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+import aspd
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
 from aspd_jax.tokens import Codec
+from infer.evaluation.peers import Server
 from infer.proxy.answering import Answering, read_leads
 from infer.proxy.routes import make_app
 from infer.proxy.upstream import UpstreamConfig
@@ -285,6 +287,28 @@ def test_what_is_no_block_becomes_serial(name: str, proxy: str, upstream: Upstre
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["aspd"][0]["structure"] == [{"type": "serial", "text": "So:\nand on."}]
     assert set(upstream.bodies[-1]["logit_bias"]) == {str(i) for i in demo.codec.special.ids}
+
+
+def test_its_model_and_health(proxy: str) -> None:
+    """Check that no benchmark of servers takes it for `aspd serve`, whose decisions it lacks."""
+    client = openai.OpenAI(base_url=proxy, api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["proxied"]
+    assert client.models.retrieve("proxied").owned_by == "aspd-proxy" and not Server.connect(f"p={proxy}", 60).ours
+    assert httpx.get(f"{proxy.removesuffix('/v1')}/health").json() == {"status": "ready"}
+    with pytest.raises(openai.NotFoundError, match="unknown model 'other'"):
+        client.models.retrieve("other")
+
+
+def test_limits_of_its_process(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the limits that the process sets, and the addresses that need `--insecure`."""
+    settings = dict[str, Any]()
+    monkeypatch.setattr(uvicorn, "run", lambda app, **more: settings.update(more))
+    command = ["proxy", "--upstream", "http://127.0.0.1:1/v1", "--model", "m", "--tokenizer", "demo"]
+    assert not aspd.main(command) and settings["timeout_graceful_shutdown"] == 30 and settings["limit_concurrency"]
+    settings.clear()
+    assert aspd.main([*command, "--host", "0.0.0.0"]) == 2 and not settings
+    assert "--host: expected a loopback address, got 0.0.0.0" in capsys.readouterr().err
+    assert not aspd.main([*command, "--host", "0.0.0.0", "--insecure"]) and settings["host"] == "0.0.0.0"
 
 
 def test_serial_mode_forbids_all_tags(proxy: str, upstream: Upstream, demo: LanguageModel) -> None:
