@@ -409,6 +409,16 @@ def test_faults_of_the_upstream(proxy: str, upstream: Upstream) -> None:
     assert refused.status_code == 502 and "expected a stream of completions" in refused.json()["error"]["message"]
 
 
+def test_a_connection_that_breaks_within_a_stream(proxy: str, upstream: Upstream) -> None:
+    async def breaks() -> AsyncIterator[str]:
+        yield upstream._chunk("So", None)
+        raise RuntimeError("the upstream breaks")
+
+    upstream.before = lambda _: StreamingResponse(breaks(), media_type="text/event-stream")
+    refused = ask(proxy)
+    assert refused.status_code == 502 and refused.json()["error"]["type"] == "upstream_error"
+
+
 @pytest.mark.parametrize("end", ["<|/para|>", "2/2 B: "])
 def test_a_stream_that_breaks_off_is_no_whole_answer(end: str, proxy: str, upstream: Upstream) -> None:
     assert ask(proxy).json()["choices"][0]["message"]["content"] == TEXT  # negative control
