@@ -7,7 +7,7 @@ import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aspd_jax.structure import Branch, Item, Parallel, Serial, beginning, canonical, plain_text
 from aspd_jax.tokens import TAGS, Codec
@@ -15,6 +15,7 @@ from infer.answers.events import Event
 from infer.answers.stop import first_match
 from infer.proxy.upstream import WRITE_TAGS, Upstream
 from infer.request import MAX_TITLE_TOKENS, SamplingParams
+from infer.server.forms import token_usage
 
 TITLE_START, TITLE_END = TAGS["title_start"], TAGS["title_end"]
 FORK, BRANCH_END = TAGS["parallel_start"], TAGS["branch_end"]
@@ -364,13 +365,9 @@ def _text_length(tag: str, written: str) -> int:
     return len(written)
 
 
-def usage(prompt: Sequence[int], answer: Proxied, codec: Codec) -> dict[str, Any]:
+def usage(prompt: Sequence[int], answer: Proxied, codec: Codec) -> dict[str, int]:
     """Return the numbers of tokens of the prompt and of the answer, under OpenAI's names."""
     generated = answer.tokens
     if generated is None:
         generated = len(codec.text.encode_normalised(answer.text)) if answer.text else 0
-    return {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": generated,
-        "total_tokens": len(prompt) + generated,
-    }
+    return token_usage(len(prompt), generated)

@@ -26,14 +26,14 @@ from infer.proxy.filling_upstream import TemplateFilling
 from infer.proxy.listing import ListAnswering
 from infer.proxy.upstream import Upstream, UpstreamConfig, UpstreamError
 from infer.request import PARAMETERS, ListMode, SamplingParams
-from infer.server.deltas import Delta, branch_deltas, text_deltas
-from infer.server.forms import Answer, Chunks, name_ignored, reply
+from infer.server.config import ServerConfig
+from infer.server.deltas import branch_deltas, text_deltas
+from infer.server.forms import Answer, Chat, Chunks, name_ignored, reply
 from infer.server.guard import add_guard
 from infer.server.messages import ChatRequest, Common
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
 from infer.server.responses import ResponsesRequest, reply_response
 
-MAX_BYTES, BODY_SECONDS = 1 << 20, 20.0  # maximum size of a request body, and seconds within which it must arrive
 DISCONNECT_SECONDS = 0.1  # interval of checking whether a client that does not stream has disconnected
 
 
@@ -76,7 +76,7 @@ def make_app(
 
     app = FastAPI(title="aspd proxy", docs_url=None, redoc_url=None, lifespan=life)
 
-    add_guard(app, MAX_BYTES, BODY_SECONDS)
+    add_guard(app, ServerConfig.max_body, ServerConfig.body_timeout)
     add_refusals(app)
     app.post("/v1/chat/completions", response_model=None)(proxy.chat)
     app.post("/v1/responses", response_model=None)(proxy.respond)
@@ -203,24 +203,21 @@ class _Proxy:
         answer: Proxied,
         head: dict[str, Any],
     ) -> Chunks:
-        def chunk(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-            return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
-
-        make_deltas = branch_deltas if body.aspd.stream == "branches" else text_deltas
-        yield [chunk({"role": "assistant", "content": ""})]
+        form, make_deltas = Chat(), branch_deltas if body.aspd.stream == "branches" else text_deltas
+        yield [{**head, "choices": form.opening(0)}]
         try:
             async with aclosing(events):  # closing cancels the upstream's requests when the client disconnects
                 async for event in events:
                     if deltas := make_deltas([event]):
-                        yield [chunk(_placed(delta)) for delta in deltas]
+                        yield [{**head, "choices": form.delta(0, delta)} for delta in deltas]
         except UpstreamError as error:
             yield [error_body(str(error), "upstream_error", error.code)]
             return
         except RequestError as error:
             yield [error_body(str(error), INVALID)]
             return
-        last = chunk({}, answer.finish_reason)
-        yield [last | ({"aspd": self._statistics(answer)} if body.aspd.statistics else {})]
+        last = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason, "logprobs": None}
+        yield [{**head, "choices": [last]} | ({"aspd": self._statistics(answer)} if body.aspd.statistics else {})]
         if body.with_usage:
             yield [{**head, "choices": [], "usage": usage(prompt, answer, self._codec)}]
 
@@ -287,7 +284,3 @@ async def _until(
     for passed in stop_filter.take([], final=True):
         yield passed
     answer.end_before(stop)
-
-
-def _placed(delta: Delta) -> dict[str, Any]:
-    return {"content": delta.text} | ({} if delta.place is None else {"aspd": delta.place})
