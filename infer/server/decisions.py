@@ -156,7 +156,7 @@ class DecisionSettings(Strict):
 class Decisions(Strict):
     """Fields of both kinds of requests."""
 
-    neutral: ClassVar = REQUEST
+    neutral: ClassVar = dict(REQUEST)
     input_field: ClassVar[str]
     model: str
     aspd: DecisionSettings = DecisionSettings()

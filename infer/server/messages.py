@@ -520,6 +520,34 @@ def check_calling(body: Common, format_field: str) -> None:
         raise fault(f"expected no constraint but {format_field} beside tools, or tool_choice: none, got one", "tools")
 
 
+class Conversation(Common):
+    """Fields of requests for the next message of a conversation, which may call tools."""
+
+    tool_choice: Any = None
+    parallel_tool_calls: StrictBool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_idle_choice(cls, data: Any) -> Any:
+        return without_idle_choice(data)
+
+    @property
+    @abstractmethod
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the conversation in the form of the chat template."""
+
+    @property
+    def calling(self) -> ToolChoice | None:
+        """Return what `Common` describes."""
+        return choice_of(self.functions, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Return what `Common` describes."""
+        return self.chat_template_kwargs
+
+
 class Completion(Common):
     """Fields of both kinds of completions."""
 
@@ -569,7 +597,7 @@ class Completion(Common):
         return self.n or 1
 
 
-class ChatRequest(Completion):
+class ChatRequest(Completion, Conversation):
     """`POST /v1/chat/completions`."""
 
     schema_place: ClassVar[str] = "tools[{}].function.parameters"
@@ -586,19 +614,12 @@ class ChatRequest(Completion):
     messages: Annotated[list[ChatMessage], Field(min_length=1), FAST]
     tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: ToolMode | ChatToolName | None = None
-    parallel_tool_calls: StrictBool = True
     continue_final_message: StrictBool = False
     add_generation_prompt: StrictBool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Limit | None = None
     logprobs: StrictBool | None = False
     top_logprobs: TopLogprobs | None = None
     prediction: Prediction | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_idle_choice(cls, data: Any) -> Any:
-        return without_idle_choice(data)
 
     @model_validator(mode="after")
     def _calls_are_possible(self) -> Self:
@@ -609,18 +630,13 @@ class ChatRequest(Completion):
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the conversation in the form of the chat template."""
+        """Return what `Conversation` describes."""
         return joined([message.plain for message in self.messages])
 
     @property
     def functions(self) -> list[Function]:
         """Return what `Common` describes."""
         return [tool.function.function for tool in self.tools]
-
-    @property
-    def calling(self) -> ToolChoice | None:
-        """Return what `Common` describes."""
-        return choice_of(self.functions, self.tool_choice, self.parallel_tool_calls)
 
     @model_validator(mode="after")
     def _continues_or_begins(self) -> Self:
@@ -633,11 +649,6 @@ class ChatRequest(Completion):
             message = f"expected {expected} beside continue_final_message: {beside}, got {beside}"
             raise fault(message, "add_generation_prompt")
         return self
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """Return what `Common` describes."""
-        return self.chat_template_kwargs
 
     @property
     def predicted(self) -> str | None:

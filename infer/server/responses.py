@@ -9,11 +9,12 @@ from itertools import accumulate, count
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi.responses import JSONResponse, Response
-from pydantic import Discriminator, Field, StrictBool, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from infer.server.forms import Answer, Chunks, data, stream
 from infer.server.messages import (
     Common,
+    Conversation,
     JsonObject,
     Limit,
     Message,
@@ -24,7 +25,7 @@ from infer.server.messages import (
     joined,
 )
 from infer.server.neutral import FAST, REQUEST, Neutral, Strict
-from infer.server.tool_calls import Function, ToolChoice
+from infer.server.tool_calls import Function
 from infer.server.tool_requests import (
     MAX_TOOLS,
     CallItem,
@@ -33,8 +34,6 @@ from infer.server.tool_requests import (
     OutputItem,
     ToolMode,
     check_results,
-    choice_of,
-    without_idle_choice,
 )
 
 NOT_STORED = "responses are not stored; send the whole conversation as input"
@@ -89,7 +88,7 @@ InputItem = Annotated[
 ]
 
 
-class ResponsesRequest(Common):
+class ResponsesRequest(Conversation):
     """Body of `POST /v1/responses`."""
 
     neutral = Common.neutral | {
@@ -114,11 +113,9 @@ class ResponsesRequest(Common):
     instructions: str | None = None
     tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: ToolMode | FlatToolName | None = None
-    parallel_tool_calls: StrictBool = True
     max_output_tokens: Limit | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     text: TextSettings = TextSettings()
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     top_logprobs: TopLogprobs | None = None
     include: Annotated[
         list[
@@ -137,11 +134,6 @@ class ResponsesRequest(Common):
         FAST,
     ] = Field(default_factory=list)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_idle_choice(cls, data: Any) -> Any:
-        return without_idle_choice(data)
-
     @model_validator(mode="after")
     def _calls_are_possible(self) -> Self:
         check_calling(self, "text.format")
@@ -150,7 +142,7 @@ class ResponsesRequest(Common):
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the conversation in the form of the chat template."""
+        """See `Conversation`."""
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         return joined([*first, *conversation(self.input)[0]])
 
@@ -158,16 +150,6 @@ class ResponsesRequest(Common):
     def functions(self) -> list[Function]:
         """See `Common`."""
         return [tool.function for tool in self.tools]
-
-    @property
-    def calling(self) -> ToolChoice | None:
-        """See `Common`."""
-        return choice_of(self.functions, self.tool_choice, self.parallel_tool_calls)
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """See `Common`."""
-        return self.chat_template_kwargs
 
     @property
     def limit(self) -> int | None:

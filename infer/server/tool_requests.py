@@ -37,37 +37,29 @@ class FunctionFields(Strict):
         return Function(self.name, self.description, parameters, self.strict)
 
 
-def _check_kind(data: Any) -> Any:
-    """Check that a tool is a function."""
-    kind = data.get("type") if isinstance(data, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise fault(f"expected 'function', got {spell(kind)}", "type")
-    return data
+class Tool(Strict):
+    """A tool, which is a function."""
+
+    neutral: ClassVar = FUNCTION_TOOL
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_function(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise fault(f"expected 'function', got {spell(kind)}", "type")
+        return data
 
 
-class ChatTool(Strict):
+class ChatTool(Tool):
     """A tool of chat completions."""
 
-    neutral: ClassVar = FUNCTION_TOOL
-    type: Literal["function"]
     function: FunctionFields
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_function(cls, data: Any) -> Any:
-        return _check_kind(data)
 
-
-class FlatTool(FunctionFields):
+class FlatTool(Tool, FunctionFields):
     """A tool of responses."""
-
-    neutral: ClassVar = FUNCTION_TOOL
-    type: Literal["function"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_function(cls, data: Any) -> Any:
-        return _check_kind(data)
 
 
 class FunctionName(Strict):
