@@ -29,12 +29,10 @@ from infer.request import PARAMETERS, ListMode, SamplingParams
 from infer.server.config import ServerConfig
 from infer.server.deltas import branch_deltas, text_deltas
 from infer.server.forms import Answer, Chat, Chunks, name_ignored, reply
-from infer.server.guard import add_guard
+from infer.server.guard import add_guard, while_connected
 from infer.server.messages import ChatRequest, Common
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
 from infer.server.responses import ResponsesRequest, reply_response
-
-DISCONNECT_SECONDS = 0.1  # interval of checking whether a client that does not stream has disconnected
 
 
 def make_app(
@@ -143,7 +141,7 @@ class _Proxy:
         if body.stream:
             return self._stream(body, prompt, events, answer, head | {"object": "chat.completion.chunk"})
         try:
-            await _exhaust(events, request)
+            await while_connected(_exhaust(events), request)
         except UpstreamError as error:
             raise Refused(error.status, str(error), "upstream_error", error.code) from None
         except RequestError as error:
@@ -247,27 +245,10 @@ def _check_support(body: ChatRequest | ResponsesRequest, messages: list[dict[str
             raise Refused(400, f"{field}: not supported by the proxy", param=field)
 
 
-async def _exhaust(events: AsyncGenerator[Event, None], request: Request) -> None:
-    """Run an answer to its end.
-
-    Raises:
-        UpstreamError: the upstream refuses a request or fails.
-        Refused: the client has disconnected; the requests to the upstream are cancelled.
-    """
-
-    async def read() -> None:
-        async with aclosing(events):
-            async for _ in events:
-                pass
-
-    task = asyncio.create_task(read())
-    try:
-        while not (await asyncio.wait([task], timeout=DISCONNECT_SECONDS))[0]:
-            if await request.is_disconnected():
-                raise Refused(499, "the client has disconnected", "client_closed_request")
-        task.result()
-    finally:
-        task.cancel()
+async def _exhaust(events: AsyncGenerator[Event, None]) -> None:
+    async with aclosing(events):
+        async for _ in events:
+            pass
 
 
 async def _until(

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from html import escape
 from importlib.resources import files
@@ -31,7 +31,7 @@ from infer.server.decisions import DecisionsRequest, SystemOneRequest
 from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.engine_thread import Broken, Busy, EngineThread, Ticket
 from infer.server.forms import Answer, Chat, Chunks, Form, Text, name_ignored, reply, statistics, token_usage, usage
-from infer.server.guard import add_guard
+from infer.server.guard import add_guard, while_connected
 from infer.server.messages import ChatRequest, Common, CompletionRequest, LoadAdapter, UnloadAdapter
 from infer.server.prometheus import Metrics
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
@@ -49,7 +49,6 @@ POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-DISCONNECT_SECONDS = 0.1  # interval of checking whether a client that does not stream has disconnected
 
 # Index of an answer, its new deltas, its number of tokens so far, and its result once it has ended.
 News: TypeAlias = tuple[int, list[Delta], int, Result | Broken | None]
@@ -369,20 +368,14 @@ class _Server:
         Raises:
             Refused: the time has passed, the client has disconnected, or the engine failed.
         """
-        results = asyncio.create_task(self._results(tickets))
         try:
-            while not results.done():
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(results), DISCONNECT_SECONDS)
-                if not results.done() and time.monotonic() > deadline:
-                    raise Refused(504, f"no answer within {self._config.timeout:g} s", "timeout", "timeout")
-                if not results.done() and await request.is_disconnected():
-                    raise Refused(499, "the client has disconnected", "client_closed_request")
-            return results.result()
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await while_connected(self._results(tickets), request)
+        except TimeoutError:
+            raise Refused(504, f"no answer within {self._config.timeout:g} s", "timeout", "timeout") from None
         except Broken:
             raise Refused(500, "the server failed on this request", "server_error") from None
         finally:
-            results.cancel()
             for ticket in tickets:
                 self._thread.cancel(ticket)
 
