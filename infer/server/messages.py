@@ -35,7 +35,6 @@ from infer.server.tool_requests import (
     ToolMode,
     check_results,
     choice_of,
-    without_idle_choice,
 )
 
 MAX_STOPS = 64  # stop strings; OpenAI allows 4, but evaluation harnesses send more
@@ -530,7 +529,14 @@ class Conversation(Common):
     @model_validator(mode="before")
     @classmethod
     def _without_idle_choice(cls, data: Any) -> Any:
-        return without_idle_choice(data)
+        if not isinstance(data, dict) or data.get("tools"):
+            return data
+        idle = {"tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False)}  # they change nothing then
+        return {
+            name: value
+            for name, value in data.items()
+            if not (name in idle and isinstance(value, (str, bool)) and value in idle[name])
+        }
 
     @property
     @abstractmethod

@@ -89,18 +89,6 @@ class FlatToolName(FunctionName):
 ToolMode = Literal["none", "auto", "required"]
 
 
-def without_idle_choice(data: Any) -> Any:
-    """Return a request without settings of tools where it has no tools, because they change nothing then."""
-    if not isinstance(data, dict) or data.get("tools"):
-        return data
-    idle = {"tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False)}
-    return {
-        name: value
-        for name, value in data.items()
-        if not (name in idle and isinstance(value, (str, bool)) and value in idle[name])
-    }
-
-
 def choice_of(tools: Sequence[Function], choice: str | ChatToolName | FlatToolName | None, parallel: bool) -> Any:
     """Return the `ToolChoice` of a request; None: its answers have no calls.
 
