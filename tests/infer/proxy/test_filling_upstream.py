@@ -363,7 +363,7 @@ def test_faults_of_the_upstream_end_all_requests(proxy: str, upstream: Scripted)
     broken = JSONResponse({"error": {"message": "out of memory"}}, 400)
     upstream.say = lambda prompt, _: [' "a'] + ["b"] * 4 if prompt.endswith('{"name":') else broken
     refused = ask_fields(proxy, PAIR)
-    assert refused.status_code == 502 and "out of memory" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "out of memory" in refused.json()["error"]["message"]
     assert wait_for(lambda: not upstream.open, 10)
     streamed = ask_fields(proxy, PAIR, stream=True).text
     assert "out of memory" in streamed and "[DONE]" not in streamed
