@@ -104,7 +104,10 @@ def add(commands: Any) -> None:
     proxy.add_argument(
         "--chat-template", default="", metavar="FILE", help="Jinja file, for a tokenizer without a template"
     )
-    proxy.add_argument("--host", default="127.0.0.1", help="address to listen on; no key is required")
+    proxy.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; clients need no key, so it has to be loopback"
+    )
+    proxy.add_argument("--insecure", action="store_true", help="listen on any address")
     proxy.add_argument("--port", type=int, default=8001, help="port to listen on; 0: any free port")
     proxy.add_argument("--name", default="", help="name of the model for clients; default: --model")
     proxy.add_argument("--concurrency", type=int, default=32, help="maximum requests to the upstream at a time")
@@ -126,9 +129,11 @@ def run_proxy(options: argparse.Namespace) -> None:
     from aspd_jax.tokens import TAGS, add_special_tokens
     from infer.proxy.routes import make_app
     from infer.proxy.upstream import UpstreamConfig
+    from infer.server.config import MAX_CONNECTIONS, ServerConfig
 
     at_least("--max-new-tokens", options.max_new_tokens, 1)
     check_port("--port", options.port)
+    _check_host(options, "", "Clients of the proxy need no key: pass --insecure to permit all.")
     config = UpstreamConfig(
         options.upstream.rstrip("/"), options.model, os.environ.get("OPENAI_API_KEY", ""),
         options.concurrency, timeout=options.timeout,
@@ -145,7 +150,10 @@ def run_proxy(options: argparse.Namespace) -> None:
     add_special_tokens(tokenizer)
     name = options.name or options.model
     app = make_app(config, tokenizer, end_ids, name, options.max_new_tokens, checkpoint.titles, forks, options.lists)
-    uvicorn.run(app, host=options.host, port=options.port, log_level="warning", server_header=False)
+    uvicorn.run(
+        app, host=options.host, port=options.port, log_level="warning", server_header=False,
+        limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=int(ServerConfig.drain),
+    )  # fmt: skip
 
 
 def run_serve(options: argparse.Namespace) -> None:
@@ -158,12 +166,8 @@ def run_serve(options: argparse.Namespace) -> None:
     from infer.server.serve import follow, serve
 
     keys = _keys(options.key_file)
-    local = options.host in ("127.0.0.1", "::1", "localhost")
-    if not (local or keys or options.insecure):
-        raise RequestError(
-            f"--host: expected a loopback address or API keys, got {options.host} without keys. "
-            "Set --key-file or ASPD_API_KEY, or pass --insecure."
-        )
+    if not keys:
+        _check_host(options, " or API keys", "Set --key-file or ASPD_API_KEY, or pass --insecure.")
     model = model_name(options)
     config = ServerConfig(
         host=options.host,
@@ -227,6 +231,16 @@ def make_engine(options: argparse.Namespace, mesh: str | None) -> Engine:
     for name, folder in adapters.items():
         engine.adapters.put(name, folder)
     return engine
+
+
+def _check_host(options: argparse.Namespace, others: str, advice: str) -> None:
+    """Check that a server without keys is reached from this machine only, or is `--insecure`.
+
+    Raises:
+        RequestError: it is not; the message permits `others`, too, and ends with advice.
+    """
+    if options.host not in ("127.0.0.1", "::1", "localhost") and not options.insecure:
+        raise RequestError(f"--host: expected a loopback address{others}, got {options.host}. {advice}")
 
 
 def _named(adapters: Sequence[str]) -> dict[str, str]:

@@ -307,7 +307,7 @@ class SamplingParams:
     )  # fmt: skip
     top_k: int = _parameter(0, Bounds(ge=0, lt=INT32), proxy=Forward(("top_k",)))
     top_p: float = _parameter(
-        1.0, Bounds(gt=0, le=1), http=Offer(nullable=True), proxy=Forward(("top_p",), always=True)
+        1.0, Bounds(ge=0, le=1), http=Offer(nullable=True), proxy=Forward(("top_p",), always=True)
     )
     min_p: float = _parameter(0.0, Bounds(ge=0, le=1), proxy=Forward(("min_p",)))
     repetition_penalty: float = _parameter(

@@ -7,7 +7,7 @@ import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aspd_jax.structure import Branch, Item, Parallel, Serial, beginning, canonical, plain_text
 from aspd_jax.tokens import TAGS, Codec
@@ -15,6 +15,7 @@ from infer.answers.events import Event
 from infer.answers.stop import first_match
 from infer.proxy.upstream import WRITE_TAGS, Upstream
 from infer.request import MAX_TITLE_TOKENS, SamplingParams
+from infer.server.forms import token_usage
 
 TITLE_START, TITLE_END = TAGS["title_start"], TAGS["title_end"]
 FORK, BRANCH_END = TAGS["parallel_start"], TAGS["branch_end"]
@@ -132,7 +133,8 @@ class Answering:
             announced = [i for t in written_titles for i in (special.title_start, *encode(t), special.title_end)]
             prefix = [*prefix, *announced, special.parallel_start]
             answer.items.append(Parallel([Branch(title, "") for title in titles]))
-            branch_pieces = [[title] * self._codec.form.leads for title in titles]  # a lead is part of the text
+            # A lead is part of the text.
+            branch_pieces = [[(title, self._count(title))] * self._codec.form.leads for title in titles]
             final, shown = set[int](), 0
             async with aclosing(self._branches(prefix, titles, left, sampling, answer, branch_pieces, final)) as events:
                 async for event in events:
@@ -147,7 +149,7 @@ class Answering:
                         shown += len(new)
             yield Event("merge", block=block)
             for title, parts in zip(titles, branch_pieces, strict=True):
-                text = encode("".join(parts[self._codec.form.leads :]))
+                text = encode("".join(piece for piece, _ in parts[self._codec.form.leads :]))
                 prefix += [special.branch_start, *encode(title), *self._codec.form.separator, *text, special.branch_end]
             prefix.append(special.parallel_end)
             left = left_behind
@@ -167,7 +169,8 @@ class Answering:
         """Count and send a request of an answer."""
         answer.requests += 1
         number, stops = answer.requests - 1, [*stop, *self._ends]
-        return self._upstream.complete(prompt, limit, stops, forbidden, sampling, number, WRITE_TAGS)
+        more = WRITE_TAGS if self._tags else {}
+        return self._upstream.complete(prompt, limit, stops, forbidden, sampling, number, more)
 
     async def _titles(self, answer: Proxied, prefix: Sequence[int], sampling: SamplingParams) -> tuple[str, list[str]]:
         """Decode the titles of a block; return the stated number of leads, empty for names, and the titles.
@@ -195,13 +198,14 @@ class Answering:
                     break
         return number, titles
 
-    def _truncate(self, texts: Sequence[Sequence[str]], left: int) -> tuple[list[str], int]:
+    @staticmethod
+    def _truncate(texts: Sequence[Sequence[tuple[str, int]]], left: int) -> tuple[list[str], int]:
         """Join the pieces of texts up to `left` tokens in all, and return the texts and the remaining tokens."""
         kept = []
         for pieces in texts:
             kept.append("")
-            for piece in pieces:
-                left -= self._count(piece)
+            for piece, size in pieces:
+                left -= size
                 kept[-1] += piece if left >= 0 else ""
         return kept, left
 
@@ -216,7 +220,7 @@ class Answering:
         left: int,
         sampling: SamplingParams,
         answer: Proxied,
-        branch_pieces: list[list[str]],
+        branch_pieces: list[list[tuple[str, int]]],
         final: set[int],
     ) -> AsyncGenerator[Event, None]:
         """Decode all branches concurrently and yield their tokens and ends.
@@ -229,30 +233,30 @@ class Answering:
             left: remaining content tokens of the answer.
             sampling: sampling parameters.
             answer: state of the answer, which counts requests.
-            branch_pieces: lists to which the pieces of each branch are appended.
+            branch_pieces: lists to which the pieces of each branch are appended, each with its number of tokens.
             final: set to which the numbers of branches that were not cut off are added.
         """
         special, encode = self._codec.special, self._codec.text.encode_normalised
         forbidden = [tag for tag in self._tags if tag != special.branch_end]
-        sizes = [sum(map(self._count, pieces)) for pieces in branch_pieces]
+        sizes = [sum(size for _, size in pieces) for pieces in branch_pieces]
 
         async def grow(number: int, title: str) -> AsyncGenerator[Event, None]:
             head, within = [special.branch_start, *encode(title), *self._codec.form.separator], True
-            for piece in branch_pieces[number]:
+            for piece, _ in branch_pieces[number]:
                 yield Event("token", 1, number + 1, piece)
             pieces = self._ask(answer, [*prefix, *head], left, [BRANCH_END], forbidden, sampling)
             async with aclosing(pieces):
                 async for piece, reason in pieces:
                     within = reason != "length"
                     if piece := _ANY_TAG.sub("", piece):
-                        branch_pieces[number].append(piece)
-                        sizes[number] += self._count(piece)
+                        branch_pieces[number].append((piece, self._count(piece)))
+                        sizes[number] += branch_pieces[number][-1][1]
                         yield Event("token", 1, number + 1, piece)
                         if sum(sizes[: number + 1]) >= left:
                             break
             if within:
                 final.add(number + 1)
-            yield Event("branch", 1, number + 1, "".join(branch_pieces[number]))
+            yield Event("branch", 1, number + 1, "".join(piece for piece, _ in branch_pieces[number]))
 
         async with aclosing(merged([grow(number, title) for number, title in enumerate(titles)])) as events:
             async for event in events:
@@ -361,13 +365,9 @@ def _text_length(tag: str, written: str) -> int:
     return len(written)
 
 
-def usage(prompt: Sequence[int], answer: Proxied, codec: Codec) -> dict[str, Any]:
+def usage(prompt: Sequence[int], answer: Proxied, codec: Codec) -> dict[str, int]:
     """Return the numbers of tokens of the prompt and of the answer, under OpenAI's names."""
     generated = answer.tokens
     if generated is None:
         generated = len(codec.text.encode_normalised(answer.text)) if answer.text else 0
-    return {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": generated,
-        "total_tokens": len(prompt) + generated,
-    }
+    return token_usage(len(prompt), generated)

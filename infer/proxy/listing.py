@@ -109,20 +109,17 @@ class ListAnswering:
             texts = [f"{item}{separator}" for item in kept[:-1]] + [kept[-1] + separator * goes_on]
             texts, cut = self._within(texts, left)
             text = before + "".join(texts)
-            if len(kept) == 1:  # one item makes no block
+            if len(texts) == 1:  # one item makes no block
                 answer.items[-1] = Serial(text[start:])
                 yield Event("token", text=text[shown:])
-                if over:
-                    answer.finish_reason = "stop"
-                    return
-                continue
-            block += 1
-            yield Event("fork", block=block, titles=tuple(leads[: len(texts)]))
-            answer.items.append(Parallel([Branch(*pair) for pair in zip(leads, texts, strict=False)]))
-            for number, item in enumerate(texts, 1):
-                yield Event("token", block, number, item)
-                yield Event("branch", block, number, item)
-            yield Event("merge", block=block)
+            else:
+                block += 1
+                yield Event("fork", block=block, titles=tuple(leads[: len(texts)]))
+                answer.items.append(Parallel([Branch(*pair) for pair in zip(leads, texts, strict=False)]))
+                for number, item in enumerate(texts, 1):
+                    yield Event("token", block, number, item)
+                    yield Event("branch", block, number, item)
+                yield Event("merge", block=block)
             if cut or over:
                 answer.finish_reason = "length" if cut else "stop"
                 return

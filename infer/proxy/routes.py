@@ -26,15 +26,13 @@ from infer.proxy.filling_upstream import TemplateFilling
 from infer.proxy.listing import ListAnswering
 from infer.proxy.upstream import Upstream, UpstreamConfig, UpstreamError
 from infer.request import PARAMETERS, ListMode, SamplingParams
-from infer.server.deltas import Delta, branch_deltas, text_deltas
-from infer.server.forms import Answer, Chunks, name_ignored, reply
-from infer.server.guard import add_guard
+from infer.server.config import ServerConfig
+from infer.server.deltas import branch_deltas, text_deltas
+from infer.server.forms import Answer, Chat, Chunks, name_ignored, reply
+from infer.server.guard import add_guard, while_connected
 from infer.server.messages import ChatRequest, Common
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
 from infer.server.responses import ResponsesRequest, reply_response
-
-MAX_BYTES, BODY_SECONDS = 1 << 20, 20.0  # maximum size of a request body, and seconds within which it must arrive
-DISCONNECT_SECONDS = 0.1  # interval of checking whether a client that does not stream has disconnected
 
 
 def make_app(
@@ -76,7 +74,7 @@ def make_app(
 
     app = FastAPI(title="aspd proxy", docs_url=None, redoc_url=None, lifespan=life)
 
-    add_guard(app, MAX_BYTES, BODY_SECONDS)
+    add_guard(app, ServerConfig.max_body, ServerConfig.body_timeout)
     add_refusals(app)
     app.post("/v1/chat/completions", response_model=None)(proxy.chat)
     app.post("/v1/responses", response_model=None)(proxy.respond)
@@ -117,22 +115,21 @@ class _Proxy:
         if name != self._name:
             message = f"unknown model {name!r}; available: {self._name!r}"
             raise Refused(404, message, INVALID, "model_not_found", "model")
-        return {"id": self._name, "object": "model", "created": self._started, "owned_by": "aspd"}
+        return {"id": self._name, "object": "model", "created": self._started, "owned_by": "aspd-proxy"}
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a request for OpenAI's chat completions."""
-        answer = await self._answer(request, body, [message.plain for message in body.messages])
-        return await name_ignored(reply(answer), body.ignored)
+        answer = await self._answer(request, body)
+        return await name_ignored(reply(answer), body)
 
     async def respond(self, request: Request, body: ResponsesRequest) -> Response:
         """Answer a request for OpenAI's responses."""
-        answer = await self._answer(request, body, body.messages)
-        return await name_ignored(reply_response(body, answer), body.ignored)
+        answer = await self._answer(request, body)
+        return await name_ignored(reply_response(body, answer), body)
 
-    async def _answer(
-        self, request: Request, body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]]
-    ) -> Answer:
+    async def _answer(self, request: Request, body: ChatRequest | ResponsesRequest) -> Answer:
         await self.model(body.model)
+        messages = body.conversation
         _check_support(body, messages)
         answer = Proxied()
         try:
@@ -144,9 +141,9 @@ class _Proxy:
         if body.stream:
             return self._stream(body, prompt, events, answer, head | {"object": "chat.completion.chunk"})
         try:
-            await _exhaust(events, request)
+            await while_connected(_exhaust(events), request)
         except UpstreamError as error:
-            raise Refused(502, str(error), "upstream_error") from None
+            raise Refused(error.status, str(error), "upstream_error", error.code) from None
         except RequestError as error:
             raise Refused(400, str(error)) from None
         message = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -204,24 +201,21 @@ class _Proxy:
         answer: Proxied,
         head: dict[str, Any],
     ) -> Chunks:
-        def chunk(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-            return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
-
-        make_deltas = branch_deltas if body.aspd.stream == "branches" else text_deltas
-        yield [chunk({"role": "assistant", "content": ""})]
+        form, make_deltas = Chat(), branch_deltas if body.aspd.stream == "branches" else text_deltas
+        yield [{**head, "choices": form.opening(0)}]
         try:
             async with aclosing(events):  # closing cancels the upstream's requests when the client disconnects
                 async for event in events:
                     if deltas := make_deltas([event]):
-                        yield [chunk(_placed(delta)) for delta in deltas]
+                        yield [{**head, "choices": form.delta(0, delta)} for delta in deltas]
         except UpstreamError as error:
-            yield [error_body(str(error), "upstream_error")]
+            yield [error_body(str(error), "upstream_error", error.code)]
             return
         except RequestError as error:
             yield [error_body(str(error), INVALID)]
             return
-        last = chunk({}, answer.finish_reason)
-        yield [last | ({"aspd": self._statistics(answer)} if body.aspd.statistics else {})]
+        last = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason, "logprobs": None}
+        yield [{**head, "choices": [last]} | ({"aspd": self._statistics(answer)} if body.aspd.statistics else {})]
         if body.with_usage:
             yield [{**head, "choices": [], "usage": usage(prompt, answer, self._codec)}]
 
@@ -250,27 +244,10 @@ def _check_support(body: ChatRequest | ResponsesRequest, messages: list[dict[str
             raise Refused(400, f"{field}: not supported by the proxy", param=field)
 
 
-async def _exhaust(events: AsyncGenerator[Event, None], request: Request) -> None:
-    """Run an answer to its end.
-
-    Raises:
-        UpstreamError: the upstream refuses a request or fails.
-        Refused: the client has disconnected; the requests to the upstream are cancelled.
-    """
-
-    async def read() -> None:
-        async with aclosing(events):
-            async for _ in events:
-                pass
-
-    task = asyncio.create_task(read())
-    try:
-        while not (await asyncio.wait([task], timeout=DISCONNECT_SECONDS))[0]:
-            if await request.is_disconnected():
-                raise Refused(499, "the client has disconnected", "client_closed_request")
-        task.result()
-    finally:
-        task.cancel()
+async def _exhaust(events: AsyncGenerator[Event, None]) -> None:
+    async with aclosing(events):
+        async for _ in events:
+            pass
 
 
 async def _until(
@@ -287,7 +264,3 @@ async def _until(
     for passed in stop_filter.take([], final=True):
         yield passed
     answer.end_before(stop)
-
-
-def _placed(delta: Delta) -> dict[str, Any]:
-    return {"content": delta.text} | ({} if delta.place is None else {"aspd": delta.place})

@@ -19,7 +19,17 @@ WRITE_TAGS = {"skip_special_tokens": False, "spaces_between_special_tokens": Fal
 
 
 class UpstreamError(AspdError):
-    """The upstream refuses a request or fails."""
+    """The upstream refuses a request or fails.
+
+    Args:
+        message: text of the error.
+        status: HTTP status for the client.
+        code: OpenAI's error code; None: none.
+    """
+
+    def __init__(self, message: str, status: int = 502, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
 
 
 @dataclass(frozen=True)
@@ -184,7 +194,8 @@ class Upstream:
         try:
             yield
         except openai.APIStatusError as error:
-            raise UpstreamError(f"{self.config.url}: status {error.status_code}: {error.message}") from None
+            message, status = f"{self.config.url}: status {error.status_code}: {error.message}", error.status_code
+            raise UpstreamError(message, status if status < 500 else 502, error.code) from None
         except openai.APIError as error:
             raise UpstreamError(f"{self.config.url}: {error}") from None
         except ValueError as error:

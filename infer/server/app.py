@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from html import escape
 from importlib.resources import files
@@ -31,7 +31,7 @@ from infer.server.decisions import DecisionsRequest, SystemOneRequest
 from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.engine_thread import Broken, Busy, EngineThread, Ticket
 from infer.server.forms import Answer, Chat, Chunks, Form, Text, name_ignored, reply, statistics, token_usage, usage
-from infer.server.guard import add_guard
+from infer.server.guard import add_guard, while_connected
 from infer.server.messages import ChatRequest, Common, CompletionRequest, LoadAdapter, UnloadAdapter
 from infer.server.prometheus import Metrics
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
@@ -49,7 +49,6 @@ POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-DISCONNECT_SECONDS = 0.1  # interval of checking whether a client that does not stream has disconnected
 
 # Index of an answer, its new deltas, its number of tokens so far, and its result once it has ended.
 News: TypeAlias = tuple[int, list[Delta], int, Result | Broken | None]
@@ -58,7 +57,7 @@ News: TypeAlias = tuple[int, list[Delta], int, Result | Broken | None]
 def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     """Create an application that runs an engine from its startup to its shutdown."""
     metrics = Metrics()
-    engine_thread = EngineThread(engine, config, metrics.chunk)
+    engine_thread = EngineThread(engine, config, metrics.chunk, metrics.answer)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -123,7 +122,7 @@ class _Server:
             Refused: the request has no valid key, or the server is not ready.
         """
         if self._keys and request.scope["path"] not in OPEN:
-            key = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+            key = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
             digest = hashlib.sha256(key).digest()
             # Comparing with all keys makes the duration independent of the key that matches.
             if not max([hmac.compare_digest(digest, valid) for valid in self._keys]):
@@ -140,24 +139,24 @@ class _Server:
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a request for OpenAI's chat completions."""
-        messages, calls = [message.plain for message in body.messages], await self._tool_calls(body)
+        calls = await self._tool_calls(body)
         form = Chat() if calls is None else ToolChat(calls)
-        answer = await self._answer(request, body, [messages], form, body.continue_final_message, calls)
-        return await name_ignored(reply(answer), body.ignored)
+        answer = await self._answer(request, body, [body.conversation], form, body.continue_final_message, calls)
+        return await name_ignored(reply(answer), body)
 
     async def respond(self, request: Request, body: ResponsesRequest) -> Response:
         """Answer a request for OpenAI's responses."""
         calls = await self._tool_calls(body)
         form = Chat() if calls is None else ToolChat(calls)
-        answer = await self._answer(request, body, [body.messages], form, calls=calls)
-        return await name_ignored(reply_response(body, answer), body.ignored)
+        answer = await self._answer(request, body, [body.conversation], form, calls=calls)
+        return await name_ignored(reply_response(body, answer), body)
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         """Answer a request for OpenAI's completions."""
         decode, prompts = self._engine.lm.codec.text.decode, body.prompts
         texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if body.echo else []
         answer = await self._answer(request, body, prompts, Text(texts, body.choices, body.return_tokens_as_token_ids))
-        return await name_ignored(reply(answer), body.ignored)
+        return await name_ignored(reply(answer), body)
 
     async def decide(self, request: Request, body: DecisionsRequest) -> Response:
         """Answer a request for OpenAI's decisions."""
@@ -369,20 +368,14 @@ class _Server:
         Raises:
             Refused: the time has passed, the client has disconnected, or the engine failed.
         """
-        results = asyncio.create_task(self._results(tickets))
         try:
-            while not results.done():
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(results), DISCONNECT_SECONDS)
-                if not results.done() and time.monotonic() > deadline:
-                    raise Refused(504, f"no answer within {self._config.timeout:g} s", "timeout", "timeout")
-                if not results.done() and await request.is_disconnected():
-                    raise Refused(499, "the client has disconnected", "client_closed_request")
-            return results.result()
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await while_connected(self._results(tickets), request)
+        except TimeoutError:
+            raise Refused(504, f"no answer within {self._config.timeout:g} s", "timeout", "timeout") from None
         except Broken:
             raise Refused(500, "the server failed on this request", "server_error") from None
         finally:
-            results.cancel()
             for ticket in tickets:
                 self._thread.cancel(ticket)
 
@@ -418,7 +411,6 @@ class _Server:
     async def _result(self, ticket: Ticket) -> Result:
         async for news in ticket.stream():
             if (result := news[-1].result) is not None:
-                self._note(ticket, result)
                 if result.error:
                     raise Refused(400, result.error)
                 return result
@@ -481,8 +473,7 @@ class _Server:
         tokens = 0
         try:
             async for events in ticket.stream():
-                if (result := events[-1].result) is not None:
-                    self._note(ticket, result)
+                result = events[-1].result
                 tokens += sum(len(event.token_ids) for event in events if event.kind == "token")
                 count = tokens if result is None else result.stats.content_tokens
                 news.put_nowait((number, make_deltas(events), count, result))
@@ -490,9 +481,6 @@ class _Server:
             if not isinstance(error, Broken):
                 log.exception("the stream of an answer")
             news.put_nowait((number, [], tokens, Broken()))
-
-    def _note(self, ticket: Ticket, result: Result) -> None:
-        self._metrics.answer(ticket.request.mode, result.finish_reason or "cancelled", result.stats)
 
     def _logprobs(self, form: Form, ticket: Ticket) -> Any:
         if ticket.request.alternatives is None:

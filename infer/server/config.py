@@ -13,6 +13,7 @@ from aspd_jax.layout import check_choice
 from infer.decisions import Calibration
 from infer.request import Fields
 
+MAX_CONNECTIONS = 4096  # further ones get 503
 WarmUp = Literal["none", "first", "all"]
 
 

@@ -14,7 +14,7 @@ from aspd_jax.errors import RequestError
 from infer.answers.answer import Result
 from infer.decisions import MAX_OPTIONS, MAX_QUESTIONS, Calibration, Decision, Option, Question
 from infer.server.messages import Part
-from infer.server.neutral import REQUEST, Neutral, Strict, fault
+from infer.server.neutral import FAST, REQUEST, Neutral, Strict, fault
 from infer.server.responses import InputItem, conversation
 from infer.server.tool_requests import check_results
 
@@ -53,7 +53,7 @@ class OpenAIQuestion(Strict):
     """A question of `/v1/decisions`: `choices` belong to a choice, `levels` to a score."""
 
     type: Literal["predicate", "choice", "score"]
-    instructions: str | list[Part]
+    instructions: str | Annotated[list[Part], FAST]
     name: str | None = None
     choices: Annotated[list[Choice], Field(max_length=MAX_OPTIONS)] = Field(default_factory=list)
     levels: Annotated[list[Level], Field(max_length=MAX_OPTIONS)] = Field(default_factory=list)
@@ -156,7 +156,7 @@ class DecisionSettings(Strict):
 class Decisions(Strict):
     """Fields of both kinds of requests."""
 
-    neutral: ClassVar = {**REQUEST, "prompt_cache_options": Neutral(kinds=(dict,))}
+    neutral: ClassVar = dict(REQUEST)
     input_field: ClassVar[str]
     model: str
     aspd: DecisionSettings = DecisionSettings()
@@ -192,7 +192,7 @@ class DecisionsRequest(Decisions):
     """Body of `POST /v1/decisions`."""
 
     input_field = "input"
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[list[InputItem], Field(min_length=1), FAST]
     questions: Annotated[list[OpenAIQuestion], Field(min_length=1, max_length=MAX_QUESTIONS)]
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 
-from infer.answers.answer import TokenLogprob
+from infer.answers.answer import Result, TokenLogprob
 from infer.answers.events import Event
 from infer.engine import Engine
 from infer.lockstep import Lockstep, StepCommand
@@ -124,6 +124,8 @@ class EngineThread:
         engine: the engine.
         config: limits of the server.
         on_chunk: function that is called with the seconds and the steps of every chunk; None: none.
+        on_answer: function that is called with the mode and the result of every answer, cancelled ones included; None:
+            none.
 
     Attributes:
         engine: the engine.
@@ -131,11 +133,15 @@ class EngineThread:
     """
 
     def __init__(
-        self, engine: Engine, config: ServerConfig, on_chunk: Callable[[float, int], None] | None = None
+        self,
+        engine: Engine,
+        config: ServerConfig,
+        on_chunk: Callable[[float, int], None] | None = None,
+        on_answer: Callable[[str, Result], None] | None = None,
     ) -> None:
         self.engine, self._config = engine, config
         self.ready = threading.Event()
-        self._on_chunk = on_chunk
+        self._on_chunk, self._on_answer = on_chunk, on_answer
         self._lockstep = Lockstep(engine)
         self._several = jax.process_count() > 1
         self._numbers = count()
@@ -160,11 +166,6 @@ class EngineThread:
         """Return the number of running and of waiting requests."""
         running = min(self._admitted, self.engine.max_batch)
         return Occupancy(running, self._admitted - running)
-
-    @property
-    def live(self) -> int:
-        """Return the number of requests that the thread has taken and not ended."""
-        return len(self._live)
 
     @property
     def alive(self) -> bool:
@@ -301,12 +302,14 @@ class EngineThread:
         for ticket in list(self._live):
             handle = ticket.handle
             assert handle is not None
-            events = handle.poll()
-            if handle.result is not None and ticket.request.alternatives is not None:
+            events, result = handle.poll(), handle.result
+            if result is not None and ticket.request.alternatives is not None:
                 ticket.logprobs = self._lockstep.logprobs.get(ticket.number)
-            if handle.result is not None and handle.cancelled and not ticket.cancelled:
-                failed = replace(handle.result, finish_reason="error", error=REPLACED)
-                events = [Event("done", result=failed)]
+            if result is not None and handle.cancelled and not ticket.cancelled:
+                result = replace(result, finish_reason="error", error=REPLACED)
+                events = [Event("done", result=result)]
+            if result is not None and self._on_answer is not None:
+                self._on_answer(ticket.request.mode, result)
             if events and not ticket.cancelled:
                 ticket.send(events)
             if handle.result is not None:

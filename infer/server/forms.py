@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 from urllib.parse import quote
 
@@ -18,8 +19,9 @@ from infer.answers.answer import Result, TokenLogprob, Value
 from infer.answers.values import request_values
 from infer.request import Request
 from infer.server.deltas import Delta
+from infer.server.messages import Common
 
-MAX_NAMES = 32  # ignored keywords that a header names
+MAX_NAMES = 1000  # characters of the ignored keywords that a header names
 SAFE = "/#[]~!$&'()*+;=:@?"  # characters of a name that stand for themselves; the comma separates names
 # A stream of lists of chunks that are sent together; an answer is a whole completion or a stream.
 Chunks: TypeAlias = AsyncGenerator[list[dict[str, Any]], None]
@@ -76,16 +78,15 @@ def reply(answer: Answer) -> Response:
     return JSONResponse(answer) if isinstance(answer, dict) else stream(answer, data, "data: [DONE]\n\n")
 
 
-async def name_ignored(response: Response, ignored: Callable[[], Sequence[str]]) -> Response:
-    """Return a response whose header `X-Aspd-Ignored` names the keywords of schemas that the answer need not follow.
-
-    Args:
-        response: the response.
-        ignored: function that returns the keywords; it may have to read the schemas again.
-    """
-    if names := [quote(name, safe=SAFE) for name in await asyncio.to_thread(ignored)]:
-        more = [f"{len(names) - MAX_NAMES} more"] if len(names) > MAX_NAMES else []
-        response.headers["X-Aspd-Ignored"] = ", ".join([*names[:MAX_NAMES], *more])
+async def name_ignored(response: Response, body: Common) -> Response:
+    """Return a response whose header `X-Aspd-Ignored` names the keywords of schemas that the answer need not follow."""
+    if not body.has_schemas:
+        return response
+    if names := [quote(name, safe=SAFE) for name in await asyncio.to_thread(body.ignored)]:
+        ends = accumulate(len(name) + 2 for name in names)
+        shown = [name for name, end in zip(names, ends, strict=True) if end <= MAX_NAMES]
+        more = [f"{len(names) - len(shown)} more"] if len(names) > len(shown) else []
+        response.headers["X-Aspd-Ignored"] = ", ".join([*shown, *more])
     return response
 
 
@@ -107,7 +108,8 @@ def stream(batches: Chunks, spell: Callable[[dict[str, Any]], str], end: str = "
         if end and not failed:
             yield end
 
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx sends each event at once
+    return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
 
 def data(value: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Middleware: request identifiers, limits of request bodies, and cross-origin requests."""
+"""Middleware: request identifiers, limits of request bodies, cross-origin requests; clients that disconnect."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import MutableHeaders
@@ -17,6 +17,8 @@ from infer.server.refusals import Refused
 
 log = logging.getLogger("aspd.server")
 REQUEST_ID = "x-request-id"
+DISCONNECT_SECONDS = 0.1  # interval of checking whether a client that does not stream has disconnected
+T = TypeVar("T")
 PROBES = ("/health", "/live")  # their 503 while the server starts is expected, and not logged
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
@@ -42,8 +44,24 @@ def add_guard(
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"],
-            expose_headers=[REQUEST_ID, "retry-after"],
+            expose_headers=[REQUEST_ID, "retry-after", "x-aspd-ignored"],
         )  # fmt: skip
+
+
+async def while_connected(work: Coroutine[Any, Any, T], request: Request) -> T:
+    """Return the result of work for a client that does not stream; cancel it when the client disconnects.
+
+    Raises:
+        Refused: the client has disconnected.
+    """
+    task = asyncio.create_task(work)
+    try:
+        while not (await asyncio.wait([task], timeout=DISCONNECT_SECONDS))[0]:
+            if await request.is_disconnected():
+                raise Refused(499, "the client has disconnected", "client_closed_request")
+        return task.result()
+    finally:
+        task.cancel()
 
 
 class _Guard:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
@@ -25,7 +25,7 @@ from infer.request import (
     SamplingParams,
 )
 from infer.server.config import ServerConfig
-from infer.server.neutral import GUIDED, MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
+from infer.server.neutral import FAST, GUIDED, MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
 from infer.server.tool_calls import Function, ToolChoice
 from infer.server.tool_requests import (
     MAX_TOOLS,
@@ -35,7 +35,6 @@ from infer.server.tool_requests import (
     ToolMode,
     check_results,
     choice_of,
-    without_idle_choice,
 )
 
 MAX_STOPS = 64  # stop strings; OpenAI allows 4, but evaluation harnesses send more
@@ -51,6 +50,7 @@ Float = Annotated[float, pydantic.Strict()]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[Int, Field(ge=0, lt=1 << 31)]
 Pattern = Annotated[str, Field(min_length=1)]  # a regular expression or a grammar
+TokenIds = Annotated[list[TokenId], FAST]
 TopLogprobs = Annotated[Int, Field(ge=0, le=MAX_ALTERNATIVES)]
 Limit = Annotated[Int, Field(ge=1, lt=1 << 31)]
 
@@ -113,7 +113,7 @@ class StructuredOutputs(Strict):
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
     json_object: StrictBool | None = None
     regex: Pattern | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Annotated[list[str], Field(min_length=1), FAST] | None = None
     grammar: Pattern | None = None
 
 
@@ -195,7 +195,7 @@ class Decoded(Strict):
         token_ids: tokens of the answer as it was decoded, blocks included.
     """
 
-    token_ids: list[Annotated[Int, Field(ge=0, lt=1 << 31)]] | None = None
+    token_ids: TokenIds | None = None
 
 
 class Message(Strict):
@@ -206,7 +206,7 @@ class Message(Strict):
     instead: ClassVar[str] = "results of tools are items of type function_call_output"
     aspd: Decoded = Decoded()
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | Annotated[list[Part], FAST]
 
     @model_validator(mode="before")
     @classmethod
@@ -216,8 +216,8 @@ class Message(Strict):
                 raise fault(f"expected system, developer, user or assistant, got {role}; {cls.instead}")
             if isinstance(kind := data.get("type"), str) and kind != "message":
                 raise fault(f"expected a message, got an item of type {spell(kind)}")
-            if data.get("role") == "assistant" and data.get("content") is None:
-                return {**data, "content": ""}  # clients return answers that called tools without content
+            if data.get("role") == "assistant" and data.get("content") is None:  # of a refusal, or of calls
+                return {name: data[name] for name in data if name != "refusal"} | {"content": data.get("refusal") or ""}
         return data
 
     @model_validator(mode="after")
@@ -234,6 +234,17 @@ class Message(Strict):
         return {"role": role, "content": text} | ({} if self.aspd.token_ids is None else self.aspd.model_dump())
 
 
+def joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with successive system messages as one, because some chat templates refuse a second."""
+    result: list[dict[str, Any]] = []
+    for message in messages:
+        if result and result[-1]["role"] == message["role"] == "system":
+            result[-1] = {**message, "content": f"{result[-1]['content']}\n\n{message['content']}"}
+        else:
+            result.append(message)
+    return result
+
+
 class ChatMessage(Message):
     """A message of chat completions, which may call tools or hold the result of a call."""
 
@@ -241,7 +252,7 @@ class ChatMessage(Message):
     roles = ("tool",)
     instead = "the role of results is tool"
     role: Literal["system", "developer", "user", "assistant", "tool"]  # type: ignore[assignment]
-    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_calls: Annotated[list[ToolCall], FAST] = Field(default_factory=list)
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -267,7 +278,7 @@ class Prediction(Strict):
     """A text that most of the answer equals."""
 
     type: Literal["content"]
-    content: Annotated[str, Field(min_length=1)] | Annotated[list[Part], Field(min_length=1)]
+    content: Annotated[str, Field(min_length=1)] | Annotated[list[Part], Field(min_length=1), FAST]
 
     @property
     def text(self) -> str | None:
@@ -317,6 +328,13 @@ class Common(SamplingFields):
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     aspd: Aspd = Aspd()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_penalty(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("repeat_penalty") == data.get("repetition_penalty"):  # names of one
+            return {name: data[name] for name in data if name != "repeat_penalty"}
+        return data
 
     @model_validator(mode="after")
     def _options_of_streams(self) -> Self:
@@ -427,6 +445,11 @@ class Common(SamplingFields):
         except RequestError as error:
             raise RequestError(f"json_schema: {error}") from None
 
+    @property
+    def has_schemas(self) -> bool:
+        """Return whether answers follow a JSON schema."""
+        return "json_schema" in self.grammar or self.aspd.branch_format is not None or self.calling is not None
+
     def ignored(self) -> list[str]:
         """Return the keywords that answers need not follow: the field of each schema, and a JSON pointer."""
         schemas = self.schemas()
@@ -488,6 +511,41 @@ def check_calling(body: Common, format_field: str) -> None:
         raise fault(f"expected no constraint but {format_field} beside tools, or tool_choice: none, got one", "tools")
 
 
+class Conversation(Common):
+    """Fields of requests for the next message of a conversation, which may call tools."""
+
+    tool_choice: Any = None
+    parallel_tool_calls: StrictBool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_idle_choice(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("tools"):
+            return data
+        idle = {"tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False)}  # they change nothing then
+        return {
+            name: value
+            for name, value in data.items()
+            if not (name in idle and isinstance(value, (str, bool)) and value in idle[name])
+        }
+
+    @property
+    @abstractmethod
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the conversation in the form of the chat template."""
+
+    @property
+    def calling(self) -> ToolChoice | None:
+        """Return what `Common` describes."""
+        return choice_of(self.functions, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Return what `Common` describes."""
+        return self.chat_template_kwargs
+
+
 class Completion(Common):
     """Fields of both kinds of completions."""
 
@@ -537,7 +595,7 @@ class Completion(Common):
         return self.n or 1
 
 
-class ChatRequest(Completion):
+class ChatRequest(Completion, Conversation):
     """`POST /v1/chat/completions`."""
 
     schema_place: ClassVar[str] = "tools[{}].function.parameters"
@@ -551,22 +609,15 @@ class ChatRequest(Completion):
         "parallel_tool_calls": Neutral(),
         "prediction": Neutral(),
     }
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FAST]
     tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: ToolMode | ChatToolName | None = None
-    parallel_tool_calls: StrictBool = True
     continue_final_message: StrictBool = False
     add_generation_prompt: StrictBool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Limit | None = None
     logprobs: StrictBool | None = False
     top_logprobs: TopLogprobs | None = None
     prediction: Prediction | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_idle_choice(cls, data: Any) -> Any:
-        return without_idle_choice(data)
 
     @model_validator(mode="after")
     def _calls_are_possible(self) -> Self:
@@ -576,14 +627,14 @@ class ChatRequest(Completion):
         return self
 
     @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return what `Conversation` describes."""
+        return joined([message.plain for message in self.messages])
+
+    @property
     def functions(self) -> list[Function]:
         """Return what `Common` describes."""
         return [tool.function.function for tool in self.tools]
-
-    @property
-    def calling(self) -> ToolChoice | None:
-        """Return what `Common` describes."""
-        return choice_of(self.functions, self.tool_choice, self.parallel_tool_calls)
 
     @model_validator(mode="after")
     def _continues_or_begins(self) -> Self:
@@ -596,11 +647,6 @@ class ChatRequest(Completion):
             message = f"expected {expected} beside continue_final_message: {beside}, got {beside}"
             raise fault(message, "add_generation_prompt")
         return self
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """Return what `Common` describes."""
-        return self.chat_template_kwargs
 
     @property
     def predicted(self) -> str | None:
@@ -633,7 +679,7 @@ class CompletionRequest(Completion):
         "logprobs": Neutral((False,)),
         "suffix": Neutral(("",), reason="text between a prompt and a suffix is not supported"),
     }
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | TokenIds | Annotated[list[str], FAST] | Annotated[list[TokenIds], FAST]
     max_tokens: Annotated[Int, Field(ge=0, lt=1 << 31)] = 16
     logprobs: TopLogprobs | None = None
     echo: StrictBool = False

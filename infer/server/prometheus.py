@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from aspd_jax.progress import programs_compiled
-from infer.answers.answer import Statistics
+from infer.answers.answer import Result
 from infer.server.engine_thread import EngineThread
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
@@ -41,9 +41,10 @@ class Metrics:
         """Record the mean time of the steps of a chunk."""
         self.steps.observe(seconds / steps)
 
-    def answer(self, mode: str, finish: str, stats: Statistics) -> None:
-        """Count a finished answer."""
-        self.answers.labels(mode, finish).inc()
+    def answer(self, mode: str, result: Result) -> None:
+        """Count an answer that has ended."""
+        stats = result.stats
+        self.answers.labels(mode, result.finish_reason).inc()
         self.tokens.labels("prompt").inc(stats.prompt_tokens)
         self.tokens.labels("reused").inc(stats.reused_tokens)
         self.tokens.labels("generated").inc(stats.generated_tokens)

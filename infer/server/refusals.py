@@ -39,7 +39,8 @@ class Refused(HTTPException):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, message, dict(headers or {}))
+        failed = {"x-should-retry": "false"} if status in (500, 504) else {}  # OpenAI's clients would send it again
+        super().__init__(status, message, {**failed, **(headers or {})})
         self.body = error_body(message, kind, code, param)
 
     @property

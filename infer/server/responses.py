@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from itertools import count
+from itertools import accumulate, count
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi.responses import JSONResponse, Response
-from pydantic import Discriminator, Field, StrictBool, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from infer.server.forms import Answer, Chunks, data, stream
 from infer.server.messages import (
     Common,
+    Conversation,
     JsonObject,
     Limit,
     Message,
@@ -21,9 +22,10 @@ from infer.server.messages import (
     PlainText,
     TopLogprobs,
     check_calling,
+    joined,
 )
-from infer.server.neutral import REQUEST, Neutral, Strict
-from infer.server.tool_calls import Function, ToolChoice
+from infer.server.neutral import FAST, REQUEST, Neutral, Strict
+from infer.server.tool_calls import Function
 from infer.server.tool_requests import (
     MAX_TOOLS,
     CallItem,
@@ -32,8 +34,6 @@ from infer.server.tool_requests import (
     OutputItem,
     ToolMode,
     check_results,
-    choice_of,
-    without_idle_choice,
 )
 
 NOT_STORED = "responses are not stored; send the whole conversation as input"
@@ -88,7 +88,7 @@ InputItem = Annotated[
 ]
 
 
-class ResponsesRequest(Common):
+class ResponsesRequest(Conversation):
     """Body of `POST /v1/responses`."""
 
     neutral = Common.neutral | {
@@ -98,6 +98,7 @@ class ResponsesRequest(Common):
         "max_completion_tokens": Neutral(reason="the field is max_output_tokens"),
         "max_tokens": Neutral(reason="the field is max_output_tokens"),
         "messages": Neutral(reason="the field is input"),
+        "metadata": Neutral(),
         "n": Neutral((1,)),
         "previous_response_id": Neutral(reason=NOT_STORED),
         "prompt": Neutral(reason="the fields are input and instructions"),
@@ -108,33 +109,30 @@ class ResponsesRequest(Common):
         "parallel_tool_calls": Neutral(),
     }
     schema_place: ClassVar[str] = "tools[{}].parameters"
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[list[InputItem], Field(min_length=1), FAST]
     instructions: str | None = None
     tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: ToolMode | FlatToolName | None = None
-    parallel_tool_calls: StrictBool = True
     max_output_tokens: Limit | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
     text: TextSettings = TextSettings()
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     top_logprobs: TopLogprobs | None = None
-    include: list[
-        Literal[
-            "message.output_text.logprobs",
-            # Accepted without effect: responses have none of these.
-            "code_interpreter_call.outputs",
-            "computer_call_output.output.image_url",
-            "file_search_call.results",
-            "message.input_image.image_url",
-            "reasoning.encrypted_content",
-            "web_search_call.action.sources",
-            "web_search_call.results",
-        ]
+    include: Annotated[
+        list[
+            Literal[
+                "message.output_text.logprobs",
+                # Accepted without effect: responses have none of these.
+                "code_interpreter_call.outputs",
+                "computer_call_output.output.image_url",
+                "file_search_call.results",
+                "message.input_image.image_url",
+                "reasoning.encrypted_content",
+                "web_search_call.action.sources",
+                "web_search_call.results",
+            ]
+        ],
+        FAST,
     ] = Field(default_factory=list)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_idle_choice(cls, data: Any) -> Any:
-        return without_idle_choice(data)
 
     @model_validator(mode="after")
     def _calls_are_possible(self) -> Self:
@@ -143,27 +141,15 @@ class ResponsesRequest(Common):
         return self
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
-        """Conversation in the form of the chat template."""
-        first: list[dict[str, Any]] = []
-        if self.instructions is not None:
-            first.append({"role": "system", "content": self.instructions})
-        return first + conversation(self.input)[0]
+    def conversation(self) -> list[dict[str, Any]]:
+        """See `Conversation`."""
+        first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        return joined([*first, *conversation(self.input)[0]])
 
     @property
     def functions(self) -> list[Function]:
         """See `Common`."""
         return [tool.function for tool in self.tools]
-
-    @property
-    def calling(self) -> ToolChoice | None:
-        """See `Common`."""
-        return choice_of(self.functions, self.tool_choice, self.parallel_tool_calls)
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """See `Common`."""
-        return self.chat_template_kwargs
 
     @property
     def limit(self) -> int | None:
@@ -210,7 +196,7 @@ class Translation:
             "id": f"resp_{self._number}", "object": "response", "created_at": head["created"], "model": head["model"],
             "background": False, "completed_at": None, "error": None, "incomplete_details": None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "max_tool_calls": None,
-            "metadata": {}, "output": [], "parallel_tool_calls": body.parallel_tool_calls,
+            "metadata": body.metadata, "output": [], "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "service_tier": "default",
             "status": "in_progress", "store": False, "temperature": body.temperature, "text": {"format": form},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
@@ -239,7 +225,9 @@ class Translation:
             "output": output,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage.get("prompt_tokens_details", {"cached_tokens": 0}),
+                "input_tokens_details": {
+                    "cache_write_tokens": 0, **usage.get("prompt_tokens_details", {"cached_tokens": 0})
+                },
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
@@ -292,9 +280,13 @@ def respond(body: ResponsesRequest, completion: dict[str, Any]) -> dict[str, Any
     status = "incomplete" if finish == "length" else "completed"
     output = []
     if text is not None:
-        output.append(
-            translation.message("completed" if calls else status, [translation.part(text, choice["logprobs"])])
-        )
+        logprobs = choice["logprobs"]
+        if calls and logprobs is not None:  # the tokens after the text are those of the calls
+            tokens = logprobs["content"]
+            starts = accumulate((len(token["bytes"]) for token in tokens), initial=0)
+            size = len(text.encode())
+            logprobs = {"content": [token for token, start in zip(tokens, starts, strict=False) if start < size]}
+        output.append(translation.message("completed" if calls else status, [translation.part(text, logprobs)]))
     for number, call in enumerate(calls):
         last = number + 1 == len(calls)
         output.append(translation.call(number, call, status if last else "completed"))

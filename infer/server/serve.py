@@ -12,9 +12,7 @@ from aspd_jax.errors import RequestError
 from infer.engine import Engine
 from infer.lockstep import Lockstep
 from infer.server.app import make_app
-from infer.server.config import ServerConfig
-
-MAX_CONNECTIONS = 4096  # further ones get 503
+from infer.server.config import MAX_CONNECTIONS, ServerConfig
 
 
 def follow(engine: Engine, config: ServerConfig) -> None:

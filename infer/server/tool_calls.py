@@ -145,7 +145,7 @@ class CallText:
 # Parts of a bare call in the syntax that Python and Rust share: text up to the name of the first call of an answer,
 # text from the brace that closes a call to the next name, and text from a name to its arguments.
 _NAME = rf'{INDENTATION}\{{{INDENTATION}"name"\s?:\s?"'
-_FIRST = rf"{INDENTATION}({FENCE})?{INDENTATION}\[?{_NAME}"
+_FIRST = rf"{INDENTATION}(?:{FENCE})?{INDENTATION}\[?{_NAME}"
 _NEXT, _KEY = rf"{INDENTATION},?{_NAME}", rf"\s?,{INDENTATION}{KEYS}\s?:"
 
 
@@ -180,6 +180,8 @@ class ToolCalls:
                 "tools: expected tool_choice: required or none beside response_format, got auto, because this model "
                 "writes calls as bare JSON, like the answer"
             )
+        if schema is not None:  # a tag in the answer is text of a string
+            self.text.trigger = ""
 
     def reader(self) -> CallReader:
         """Return a reader of one answer."""
@@ -229,9 +231,13 @@ class ToolCalls:
         """Return the pattern of the text before the arguments of a call (`SamplingParams.end_at_repeat`)."""
         if not self._several:
             return None
-        names = _either([function.name for function in self._candidates])
-        heads = [re.escape(self.text.middle), *([f'"{_KEY}'] if self.text.bare else [])]
-        return rf"(?<![a-zA-Z0-9_.-])({names})(?:{'|'.join(heads)})\s*"
+        text, names = self.text, _either([function.name for function in self._candidates])
+        begin = re.escape(text.begin) if text.trigger else rf"\A\s*{re.escape(text.begin)}"
+        before = [begin, *([text.between.pattern] if text.between else [])]
+        after = [re.escape(text.middle)]
+        if text.bare:
+            before, after = [*before, rf"\A{_FIRST}", rf"\}}{_NEXT}"], [*after, f'"{_KEY}']
+        return rf"(?:{'|'.join(before)})({names})(?:{'|'.join(after)})\s*"
 
     @property
     def _several(self) -> bool:

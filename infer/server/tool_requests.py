@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StrictBool, model_validator
 
-from infer.server.neutral import FUNCTION_TOOL, PART, TOOL_CALL, Neutral, Strict, fault, spell
+from infer.server.neutral import FAST, FUNCTION_TOOL, PART, TOOL_CALL, Neutral, Strict, fault, spell
 from infer.server.tool_calls import Function, ToolChoice
 
 MAX_TOOLS = 512
@@ -37,37 +37,29 @@ class FunctionFields(Strict):
         return Function(self.name, self.description, parameters, self.strict)
 
 
-def _check_kind(data: Any) -> Any:
-    """Check that a tool is a function."""
-    kind = data.get("type") if isinstance(data, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise fault(f"expected 'function', got {spell(kind)}", "type")
-    return data
+class Tool(Strict):
+    """A tool, which is a function."""
+
+    neutral: ClassVar = FUNCTION_TOOL
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_function(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise fault(f"expected 'function', got {spell(kind)}", "type")
+        return data
 
 
-class ChatTool(Strict):
+class ChatTool(Tool):
     """A tool of chat completions."""
 
-    neutral: ClassVar = FUNCTION_TOOL
-    type: Literal["function"]
     function: FunctionFields
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_function(cls, data: Any) -> Any:
-        return _check_kind(data)
 
-
-class FlatTool(FunctionFields):
+class FlatTool(Tool, FunctionFields):
     """A tool of responses."""
-
-    neutral: ClassVar = FUNCTION_TOOL
-    type: Literal["function"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_function(cls, data: Any) -> Any:
-        return _check_kind(data)
 
 
 class FunctionName(Strict):
@@ -95,18 +87,6 @@ class FlatToolName(FunctionName):
 
 
 ToolMode = Literal["none", "auto", "required"]
-
-
-def without_idle_choice(data: Any) -> Any:
-    """Return a request without settings of tools where it has no tools, because they change nothing then."""
-    if not isinstance(data, dict) or data.get("tools"):
-        return data
-    idle = {"tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False)}
-    return {
-        name: value
-        for name, value in data.items()
-        if not (name in idle and isinstance(value, (str, bool)) and value in idle[name])
-    }
 
 
 def choice_of(tools: Sequence[Function], choice: str | ChatToolName | FlatToolName | None, parallel: bool) -> Any:
@@ -191,7 +171,7 @@ class OutputItem(Strict):
     neutral: ClassVar = CallItem.neutral
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
-    output: str | list[OutputPart]
+    output: str | Annotated[list[OutputPart], FAST]
 
     @property
     def plain(self) -> dict[str, Any]:

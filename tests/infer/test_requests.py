@@ -111,7 +111,7 @@ def test_defaults_of_clients_change_nothing(path: str) -> None:
         for value in values:
             body, said = parse(path, {**KINDS[path][1], name: value})
             assert not said, (name, value)
-            if name not in ("seed", "stop"):  # no stop string, in two ways
+            if name not in ("seed", "stop", "metadata"):  # no stop string, in two ways; responses return metadata
                 assert body.model_dump() == plain.model_dump(), (name, value)
 
 
@@ -156,13 +156,28 @@ def test_messages_as_clients_send_them() -> None:
     chat, said = parse("chat/completions", {**CHAT, "messages": messages})
     assert not said and [tuple(message.plain.values()) for message in chat.messages] == plain
     response, said = parse("responses", {**RESPONSES, "input": messages, "instructions": "first"})
-    assert not said and [tuple(m.values()) for m in response.messages] == [("system", "first"), *plain]
+    first = ("system", "first\n\nd")  # templates such as Gemma's refuse a second system message
+    assert not said and [tuple(m.values()) for m in response.conversation] == [first, *plain[1:]]
+    twice = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}, *messages[1:2]]
+    chat, _ = parse("chat/completions", {**CHAT, "messages": twice})
+    assert [tuple(m.values()) for m in chat.conversation] == [("system", "a\n\nb"), ("user", "abc")]
+    refused = {"role": "assistant", "content": None, "refusal": "No."}
+    chat, said = parse("chat/completions", {**CHAT, "messages": [*messages[:2], refused]})
+    assert not said and chat.conversation[-1] == {"role": "assistant", "content": "No."}
     for table in (MESSAGE, PART):
         for name, neutral in table.items():
             for value in (None, *neutral.values, *(SAMPLES[kind] for kind in neutral.kinds)):
                 of_message, of_part = ({name: value}, {}) if table is MESSAGE else ({}, {name: value})
                 message = {"role": "user", "content": [{"type": "text", "text": "a", **of_part}], **of_message}
                 assert not parse("chat/completions", {**CHAT, "messages": [message]})[1], (name, value)
+
+
+def test_top_p_0_is_the_likeliest_token(server: Running) -> None:
+    client, more = server.client(), {"max_tokens": 12, "extra_body": {"aspd": {"mode": "serial"}}}
+    sampled = client.chat.completions.create(**ask(**more) | {"temperature": 2.0, "top_p": 0, "seed": 4})
+    assert (
+        sampled.choices[0].message.content == client.chat.completions.create(**ask(**more)).choices[0].message.content
+    )
 
 
 def test_neutral_values_reach_an_answer(server: Running) -> None:
@@ -441,6 +456,7 @@ def test_other_origins(engine: Engine, server: Running) -> None:
     assert "authorization" in before.headers["access-control-allow-headers"]
     reply = httpx.post(url, json={}, headers={"Origin": "https://example.org"})
     assert reply.status_code == 400 and allowed(reply) == "https://example.org"
+    assert "x-aspd-ignored" in reply.headers["access-control-expose-headers"]
     assert allowed(preflight(url, "https://evil.org")) is None
     with serving(engine, keys=("k",)) as plain, serving(engine, keys=("k",), origins=("*",)) as opened:
         assert allowed(preflight(f"{plain.url}/v1/models", "https://example.org")) is None

@@ -157,6 +157,20 @@ def test_responses(real: str) -> None:
     assert "".join(pieces) == expected
 
 
+def test_text_with_a_repetition_penalty(server: Running) -> None:
+    """Check an upstream that takes the penalty by one name, and returns no tags: the model has none."""
+    lm = server.engine.lm
+    app = make_app(UpstreamConfig(f"{server.url}/v1", "demo"), lm.tokenizer, lm.end_ids, "m", 400, forks=False)
+    prompt, more = server.engine.encode([QUESTION]), {"repetition_penalty": 1.1, "max_tokens": 20}
+    asked = {"model": "demo", "prompt": prompt, "temperature": 0}
+    expected = httpx.post(f"{server.url}/v1/completions", json=asked | more, timeout=120).json()["choices"][0]["text"]
+    with Served(app) as made:
+        reply = ask(made.url, **more, model="m", aspd={"lists": "serial"})
+    assert reply.status_code == 200 and text_of(reply) == expected, reply.text
+    other = httpx.post(f"{server.url}/v1/completions", json=asked | more | {"repeat_penalty": 1.2}, timeout=120)
+    assert other.status_code == 400 and "the field is repetition_penalty" in other.text
+
+
 # Over a scripted upstream.
 
 
@@ -349,7 +363,7 @@ def test_faults_of_the_upstream_end_all_requests(proxy: str, upstream: Scripted)
     broken = JSONResponse({"error": {"message": "out of memory"}}, 400)
     upstream.say = lambda prompt, _: [' "a'] + ["b"] * 4 if prompt.endswith('{"name":') else broken
     refused = ask_fields(proxy, PAIR)
-    assert refused.status_code == 502 and "out of memory" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "out of memory" in refused.json()["error"]["message"]
     assert wait_for(lambda: not upstream.open, 10)
     streamed = ask_fields(proxy, PAIR, stream=True).text
     assert "out of memory" in streamed and "[DONE]" not in streamed

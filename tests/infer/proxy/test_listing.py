@@ -90,6 +90,28 @@ def test_the_budget_cuts_the_same_text(limit: int, demo: LanguageModel) -> None:
     assert TEXT.startswith(text) and (choice["finish_reason"] == "length") == (text != TEXT)
 
 
+class Long(Writer):
+    """A model whose first item has no end; behind a cut item it says `joint`."""
+
+    joint = ""
+
+    def says(self, prompt: str) -> str:
+        return self.joint if self.bodies[-1]["max_tokens"] == 1 else super().says(prompt)
+
+
+@pytest.mark.parametrize("joint", ["2. ", "END"], ids=["the list goes on", "the answer ends"])
+def test_a_first_item_that_fills_the_budget_is_cut(joint: str, demo: LanguageModel) -> None:
+    writer = Long(demo, "Tips:\n\n1. **Sleep**: " + "Eight hours. " * 100)
+    writer.joint = joint
+    with proxied(demo, writer) as url:
+        reply = ask(url, **THREE, **STATISTICS, max_tokens=200)
+        streamed = ask(url, **THREE, max_tokens=200, stream=True).text
+    assert reply.status_code == 200 and "[DONE]" in streamed, reply.text
+    choice = reply.json()["choices"][0]
+    assert writer.text.startswith(choice["message"]["content"]) and choice["finish_reason"] == "length"
+    assert reply.json()["aspd"][0]["statistics"]["requests"] > 3, "the list was decoded in parallel"
+
+
 def test_the_model_ends_the_list(demo: LanguageModel) -> None:
     """Check a list that goes on with text, and one that ends the answer, after fewer items than leads."""
     for end in ("\n\nThat is all.", ""):

@@ -1,4 +1,4 @@
-"""The proxy over a scripted upstream that knows nothing of branches, and over llama.cpp where it is installed."""
+"""The proxy over a scripted upstream that knows nothing of branches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+import aspd
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
 from aspd_jax.tokens import Codec
-from infer.proxy.answering import read_leads
+from infer.evaluation.peers import Server
+from infer.proxy.answering import Answering, read_leads
 from infer.proxy.routes import make_app
 from infer.proxy.upstream import UpstreamConfig
 from infer.request import MAX_TITLE_TOKENS
@@ -287,6 +289,28 @@ def test_what_is_no_block_becomes_serial(name: str, proxy: str, upstream: Upstre
     assert set(upstream.bodies[-1]["logit_bias"]) == {str(i) for i in demo.codec.special.ids}
 
 
+def test_its_model_and_health(proxy: str) -> None:
+    """Check that no benchmark of servers takes it for `aspd serve`, whose decisions it lacks."""
+    client = openai.OpenAI(base_url=proxy, api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["proxied"]
+    assert client.models.retrieve("proxied").owned_by == "aspd-proxy" and not Server.connect(f"p={proxy}", 60).ours
+    assert httpx.get(f"{proxy.removesuffix('/v1')}/health").json() == {"status": "ready"}
+    with pytest.raises(openai.NotFoundError, match="unknown model 'other'"):
+        client.models.retrieve("other")
+
+
+def test_limits_of_its_process(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the limits that the process sets, and the addresses that need `--insecure`."""
+    settings = dict[str, Any]()
+    monkeypatch.setattr(uvicorn, "run", lambda app, **more: settings.update(more))
+    command = ["proxy", "--upstream", "http://127.0.0.1:1/v1", "--model", "m", "--tokenizer", "demo"]
+    assert not aspd.main(command) and settings["timeout_graceful_shutdown"] == 30 and settings["limit_concurrency"]
+    settings.clear()
+    assert aspd.main([*command, "--host", "0.0.0.0"]) == 2 and not settings
+    assert "--host: expected a loopback address, got 0.0.0.0" in capsys.readouterr().err
+    assert not aspd.main([*command, "--host", "0.0.0.0", "--insecure"]) and settings["host"] == "0.0.0.0"
+
+
 def test_serial_mode_forbids_all_tags(proxy: str, upstream: Upstream, demo: LanguageModel) -> None:
     upstream.script = {"": "Just text."}
     assert ask(proxy, aspd={"mode": "serial"}).json()["choices"][0]["message"]["content"] == "Just text."
@@ -344,6 +368,17 @@ def test_branches_share_the_budget(proxy: str, upstream: Upstream, demo: Languag
     assert abs(len(encode(answer["message"]["content"])) - most) <= 9
 
 
+def test_each_piece_of_a_branch_is_counted_once(
+    proxy: str, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = list[str]()
+    count = Answering._count
+    monkeypatch.setattr(Answering, "_count", lambda self, piece: counted.append(piece) or count(self, piece))
+    upstream.script |= {"2/2 B: ": "beta goes on. " * 40 + "<|/branch|>"}
+    assert "beta" in ask(proxy).json()["choices"][0]["message"]["content"]
+    assert 180 < len(counted) < 240, "14 * 40 / 3 pieces, and a few of titles and of the other branch"
+
+
 def test_a_client_that_goes_ends_its_requests(proxy: str, upstream: Upstream) -> None:
     upstream.delay = 0.2
     upstream.script |= {"1/2 A: ": "alpha " * 500, "2/2 B: ": "beta " * 500}
@@ -359,14 +394,29 @@ def test_faults_of_the_upstream(proxy: str, upstream: Upstream) -> None:
     busy = JSONResponse({"error": {"message": "busy"}}, 503)
     upstream.before = lambda number: busy if number <= 2 else None
     assert ask(proxy).json()["choices"][0]["message"]["content"] == TEXT  # waited out
-    upstream.before = lambda _: JSONResponse({"error": {"message": "no such model"}}, 404)
+    refusal = {"message": "too long", "code": "context_length_exceeded"}
+    upstream.before = lambda _: JSONResponse({"error": refusal}, 400)
     refused = ask(proxy)
-    assert refused.status_code == 502 and "status 404" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+    assert "status 400" in refused.json()["error"]["message"]
     streamed = ask(proxy, stream=True).text
-    assert "status 404" in streamed and "[DONE]" not in streamed
+    assert "context_length_exceeded" in streamed and "[DONE]" not in streamed
+    upstream.before = lambda _: JSONResponse({"error": {"message": "out of memory"}}, 501)
+    refused = ask(proxy)
+    assert refused.status_code == 502 and "status 501" in refused.json()["error"]["message"]
     upstream.before = lambda _: Response("data: {oops\n\n", media_type="text/event-stream")
     refused = ask(proxy)
     assert refused.status_code == 502 and "expected a stream of completions" in refused.json()["error"]["message"]
+
+
+def test_a_connection_that_breaks_within_a_stream(proxy: str, upstream: Upstream) -> None:
+    async def breaks() -> AsyncIterator[str]:
+        yield upstream._chunk("So", None)
+        raise RuntimeError("the upstream breaks")
+
+    upstream.before = lambda _: StreamingResponse(breaks(), media_type="text/event-stream")
+    refused = ask(proxy)
+    assert refused.status_code == 502 and refused.json()["error"]["type"] == "upstream_error"
 
 
 @pytest.mark.parametrize("end", ["<|/para|>", "2/2 B: "])

@@ -16,6 +16,7 @@ from infer import Engine, SamplingParams
 from infer.lockstep import StepCommand
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
+from infer.server.messages import Common
 from tests.conftest import SIZES
 from tests.infer.scheduling.test_filling import LATER, SCHEMA
 from tests.infer.scheduling.test_structured_output import valid
@@ -208,6 +209,17 @@ def test_ignored_keywords_are_named(client: TestClient) -> None:
     assert named.status_code == 200, named.text
     assert named.headers["X-Aspd-Ignored"] == "tools[0].function.parameters#/properties/%C3%A9/not"
     assert "X-Aspd-Ignored" not in ask(client, response_format=FORMAT, max_tokens=5).headers
+
+
+def test_names_of_ignored_keywords_are_bounded(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the size of the header, and that a request without a schema reads none."""
+    properties = {"é" * 40 + str(number): {"not": {"pattern": "a"}} for number in range(30)}
+    schema = {"name": "it", "schema": {"type": "object", "properties": properties}, "strict": False}
+    named = ask(client, response_format={"type": "json_schema", "json_schema": schema}, max_tokens=5)
+    *names, more = named.headers["X-Aspd-Ignored"].split(", ")
+    assert len(", ".join(names)) <= 1000 and more == f"{30 - len(names)} more", named.text
+    monkeypatch.setattr(Common, "ignored", lambda _: {}["not called"])
+    assert ask(client, max_tokens=5).status_code == 200
 
 
 def test_a_field_without_values_is_left_out(client: TestClient) -> None:

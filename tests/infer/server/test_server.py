@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import openai
 import pytest
+from pydantic import ValidationError
 
 import aspd
 import infer.server.app
@@ -26,6 +27,10 @@ from aspd_jax.progress import programs_compiled
 from infer import Engine, SamplingParams
 from infer.answers.logprobs import token_logprobs
 from infer.scheduling.runner import Runner
+from infer.server.decisions import DecisionsRequest
+from infer.server.messages import ChatRequest, CompletionRequest
+from infer.server.refusals import describe
+from infer.server.responses import ResponsesRequest
 from tests.conftest import ROOT
 from tests.helpers.browser import chromium
 from tests.helpers.engine_state import engine_state
@@ -198,6 +203,52 @@ def test_bodies_are_bounded(server: Running) -> None:
     assert httpx.get(url).status_code == 405
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "where"),
+    [
+        (ChatRequest, {"messages": [0] * 999}, "messages[0]"),
+        (ChatRequest, {"messages": [{"role": "user", "content": [0] * 999}]}, "messages[0].content[0]"),
+        (ChatRequest, ask(prediction={"type": "content", "content": [0] * 999}), "prediction.content[0]"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "assistant", "aspd": {"token_ids": [-1] * 999}}]},
+            "messages[0].aspd.token_ids[0]",
+        ),
+        (
+            ChatRequest,
+            {"messages": [{"role": "assistant", "tool_calls": [0] * 999}]},
+            "messages[0].tool_calls[0]",
+        ),
+        (CompletionRequest, {"prompt": [-1] * 999}, "prompt[0]"),
+        (CompletionRequest, {"prompt": [{}] * 999}, "prompt[0]"),
+        (CompletionRequest, {"prompt": [[-1] * 999]}, "prompt[0][0]"),
+        (
+            CompletionRequest,
+            {"prompt": "", "structured_outputs": {"choice": [0] * 999}},
+            "structured_outputs.choice[0]",
+        ),
+        (ResponsesRequest, {"input": [0] * 999}, "input[0]"),
+        (ResponsesRequest, {"input": "", "include": [0] * 999}, "include[0]"),
+        (
+            ResponsesRequest,
+            {"input": [{"type": "function_call_output", "call_id": "x", "output": [0] * 999}]},
+            "input[0].output[0]",
+        ),
+        (
+            DecisionsRequest,
+            {"input": "", "questions": [{"type": "predicate", "instructions": [0] * 999}]},
+            "questions[0].instructions[0]",
+        ),
+    ],
+)
+def test_a_malformed_list_has_few_errors(kind: Any, fields: dict[str, Any], where: str) -> None:
+    """Check that a body of the largest size does not hold up the event loop for the errors of all its entries."""
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate({"model": "demo"} | fields)
+    errors = [error | {"loc": ("body", *error["loc"])} for error in refused.value.errors()]
+    assert len(errors) < 9 and describe(errors, fields)[0] == where
+
+
 def test_a_full_queue_says_when_to_come_back(engine: Engine, slow_motion: None) -> None:
     with serving(engine, max_waiting=0) as server, httpx.Client(timeout=60) as client:
         url = f"{server.url}/v1/chat/completions"
@@ -215,11 +266,16 @@ def test_a_client_that_goes_frees_its_row(server: Running, slow_motion: None) ->
     url = f"{server.url}/v1/chat/completions"
     with httpx.Client(timeout=60) as client:
         with client.stream("POST", url, json=endless(stream=True)) as reply:
+            assert reply.headers["X-Accel-Buffering"] == "no"
             next(reply.iter_lines())
         assert wait_for(lambda: server.engine_thread.occupancy == (0, 0), 120)
+    cancelled = 'aspd_answers_total{finish="cancelled",mode="serial"}'
+    before = re.search(f"{re.escape(cancelled)} (.*)", httpx.get(f"{server.url}/metrics").text)
     with pytest.raises(httpx.TimeoutException):
         httpx.post(url, json=endless(n=8), timeout=0.1)
     assert wait_for(lambda: server.engine_thread.occupancy == (0, 0), 120)
+    after = re.search(f"{re.escape(cancelled)} (.*)", httpx.get(f"{server.url}/metrics").text)
+    assert before and after and float(after[1]) == float(before[1]) + 8
 
 
 def test_time_runs_out(engine: Engine, slow_motion: None) -> None:
@@ -227,6 +283,7 @@ def test_time_runs_out(engine: Engine, slow_motion: None) -> None:
         url = f"{server.url}/v1/chat/completions"
         late = httpx.post(url, json=endless(), timeout=60)
         assert late.status_code == 504 and late.json()["error"]["type"] == "timeout"
+        assert late.headers["x-should-retry"] == "false", "the official client would ask again"
         with httpx.stream("POST", url, json=endless(stream=True), timeout=60) as reply:
             assert json.loads([line for line in reply.iter_lines() if line][-1][6:])["error"]["type"] == "timeout"
 
@@ -244,6 +301,9 @@ def test_keys(engine: Engine) -> None:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == status
         assert httpx.get(f"{server.url}/health").status_code == 200 and httpx.get(server.url).status_code == 200
+    with serving(engine, keys=("schlüssel",)) as server:
+        given = {"Authorization": "Bearer schlüssel".encode()}
+        assert httpx.get(f"{server.url}/v1/models", headers=given).status_code == 200
 
 
 def test_probes_before_the_start_are_not_logged(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -378,7 +438,7 @@ def test_many_requests_leave_nothing_behind(server: Running) -> None:
     asyncio.run(all_of_them())
     assert len(outcomes) == 160 and len(set(outcomes)) == 4
     assert wait_for(lambda: server.engine_thread.occupancy == (0, 0), 20)
-    assert wait_for(lambda: server.engine_thread.live == 0, 5)
+    assert wait_for(lambda: not server.engine_thread._live, 5)
     metrics = httpx.get(f"{server.url}/metrics").text
     assert "aspd_running 0.0" in metrics and "aspd_waiting 0.0" in metrics
     counted = re.findall(r'aspd_requests_total\{path="/v1/chat/completions",status="200"\} (\d+)', metrics)

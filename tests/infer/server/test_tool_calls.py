@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2 as httpx
 import jsonschema
+import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from infer import Engine
 from infer.answers.filled import hole_text
 from infer.answers.stop import repeats_an_object
 from infer.control.filling import value_grammar
+from infer.server.responses import ResponsesRequest, respond
 from infer.server.tool_calls import CallReader, Function, Piece, ToolCalls, ToolChoice, check_schemas
 from infer.server.tool_requests import FunctionFields
 from tests.aspd_jax.test_tokens import byte_level
@@ -121,6 +123,10 @@ def test_a_response_format_beside_tools(name: str) -> None:
     calls = tool_calls(name, AUTO, schema)
     assert accepts(name, calls, '{"a": 1}') and accepts(name, calls, written(name, GOOD))
     assert not accepts(name, calls, "Hello")
+    for text in ('{"a": "<tool_call>"}', '{"a": "<tool_call>\\n{\\"name\\": 1"}', f"{{}}{written(name, GOOD)}"):
+        assert read(calls.reader(), list(text)) == (text, []) == read(calls.reader(), [text]), "no call, only text"
+    visible = parts(name)[1].special.sub("", written(name, GOOD))
+    assert read(calls.reader(), list(visible)) == ("", [GOOD]) == read(calls.reader(), [visible])
 
 
 PROPERTY = st.sampled_from(
@@ -298,6 +304,17 @@ def test_repeated_calls() -> None:
         assert single.repeats is None
     auto = tool_calls("qwen", AUTO)
     assert auto.repeats is not None and repeats_an_object(f"{HEAD}{{}}}}\n{HEAD[8:]}{{}}", re.compile(auto.repeats))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_equal_examples_in_a_text_are_no_repeated_calls(name: str) -> None:
+    """Check JSON in the form of calls after other text: it is text, and does not end the answer."""
+    repeats = tool_calls(name, AUTO).repeats
+    if repeats is None:
+        return
+    example, visible = f"{HEAD}{GOOD[1]}}}\n```\n", parts(name)[1].special.sub("", written(name, GOOD, GOOD))
+    assert not repeats_an_object(f"So:\n{example}Or:\n{example}", re.compile(repeats))
+    assert repeats_an_object(visible, re.compile(repeats)), "negative control"
 
 
 def test_a_repeated_call_is_held() -> None:
@@ -507,6 +524,25 @@ def test_calls_in_responses(server: Running) -> None:
         "response.function_call_arguments.delta", "response.function_call_arguments.done",
         "response.output_item.done", "response.completed",
     ]  # fmt: skip
+
+
+def test_log_probabilities_of_text_before_a_call() -> None:
+    """Check that those of a response are the tokens of its text, and those of its calls are left out."""
+    tokens = [
+        {"token": text, "bytes": list(text.encode()), "logprob": -1.0, "top_logprobs": list[Any]()}
+        for text in ("Sí", ".\n", "<tool_call>", "{}")
+    ]
+    for calls, left in (([CALL], 2), ([], 4)):
+        message = {"content": "Sí.", "tool_calls": calls}
+        choice = {"message": message, "finish_reason": "stop", "logprobs": {"content": tokens}}
+        usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+        whole = {"id": "chatcmpl-1", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+        body = ResponsesRequest.model_validate({"model": "m", "input": "x", "metadata": {"of": "me"}})
+        response = openai.types.responses.Response.model_validate(respond(body, whole), strict=True)
+        (part,) = response.output[0].content  # type: ignore[union-attr]
+        assert part.logprobs is not None and len(part.logprobs) == left  # type: ignore[union-attr]
+        assert response.usage is not None and response.usage.input_tokens_details.cache_write_tokens == 0
+        assert response.metadata == {"of": "me"}
 
 
 def test_a_native_template(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
