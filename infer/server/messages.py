@@ -448,7 +448,7 @@ class Common(SamplingFields):
     @property
     def has_schemas(self) -> bool:
         """Return whether answers follow a JSON schema."""
-        return "json_schema" in self.grammar or self.aspd.branch_format is not None or self.calling is not None
+        return "json_schema" in self.grammar or self.calling is not None
 
     def ignored(self) -> list[str]:
         """Return the keywords that answers need not follow: the field of each schema, and a JSON pointer."""
