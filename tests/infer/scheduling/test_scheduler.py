@@ -209,7 +209,7 @@ def first_turns(fresh: Engine, prompt: list[int]) -> list[SamplingParams]:
 @pytest.mark.parametrize("rows", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_follow_up_turn_feeds_nothing_again(bare_lm: LanguageModel, fed: list[int], rows: int) -> None:
     """The second turn goes on where the first ended, branches included, and gives what a fresh engine gives. Others
-    that came meanwhile took the first row; one of them still has it.
+    that came meanwhile took other rows. The row of a turn that is under way is copied.
     """
     own, fresh = engines(bare_lm, rows)
     prompt = [1, 2, 5, 9]
@@ -219,7 +219,7 @@ def test_a_follow_up_turn_feeds_nothing_again(bare_lm: LanguageModel, fed: list[
         others = own.generate([[3, 3, 3]] * (rows - 2), params)
         busy = own.submit([4, 4, 4 + number], replace(HOT, seed=number, max_new_tokens=200), "serial")
         own.step(2)
-        assert busy.row == 0 and busy.result is None, "the row of the first turn is taken"
+        assert busy.row != 0 and busy.result is None, "the row of the first turn is not taken"
         follow = prompt + first.token_ids + [6, 6]
         fed.clear()
         second = own.generate([follow], params)[0]
@@ -229,6 +229,15 @@ def test_a_follow_up_turn_feeds_nothing_again(bare_lm: LanguageModel, fed: list[
         assert same(second, fresh.generate([follow], params)[0])
         assert all(same(other, fresh.generate([[3, 3, 3]], params)[0]) for other in others)
         assert same(busy.wait(), fresh.generate([busy.request.prompt], busy.request.params, "serial")[0])
+        third = [*follow, *second.token_ids, 6]
+        short = replace(HOT, seed=number, max_new_tokens=30)
+        held = own.submit(third, short, "serial")
+        own.step(2)
+        assert held.row == 0 and held.result is None
+        copied = own.generate([[*third, 7]], short)[0]
+        assert copied.stats.reused_tokens == len(third)
+        assert same(copied, fresh.generate([[*third, 7]], short)[0])
+        held.cancel()
     fed.clear()
     fresh.generate([follow], params)
     assert sum(fed) == len(follow), "negative control: without reuse, all of it is fed"
