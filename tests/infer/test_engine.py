@@ -240,7 +240,7 @@ def test_budgets_and_limits_have_errors_that_name_them(engine: Engine) -> None:
         {"temperature": -1.0},
         {"temperature": float("nan")},
         {"top_k": -1},
-        {"top_p": 0.0},
+        {"top_p": -0.1},
         {"min_p": 2.0},
         {"repetition_penalty": 0.0},
         {"max_new_tokens": 0},
