@@ -202,7 +202,7 @@ assert DecodingSection(added=0.75).params(None, 0, "serial").added == 0.75
 engine = Engine(load_model("demo"), max_length=128, max_batch=1)
 state = admission.new_state(engine.lm, engine.config, 1, 128)
 new = admission.admission(engine.lm, engine.config, state, engine.check([1, 2], params, "serial"), 0)
-(array,) = (part.added for part in new if hasattr(part, "added"))
+(array,) = (part.added for part in new.read() if hasattr(part, "added"))
 assert array == np.float32(0.5) and array.dtype == np.float32
 print("everywhere")
 """
