@@ -298,6 +298,9 @@ def patched(module: ModuleType = infer.decode.decode_step, **functions: Any) -> 
         for user in (infer.decode.decode_step, *scheduling):
             if getattr(user, "run", None) is compiled:
                 patch.setattr(user, "run", again)
+        summary = infer.decode.decode_step.summarise.__wrapped__  # has a trace of its own in the step
+        again = jax.jit(wraps(summary)(lambda *args: summary(*args)), static_argnames="config")
+        patch.setattr(infer.decode.decode_step, "summarise", again)
         checks = infer.decode.checking.run_checks.__wrapped__
         again = jax.jit(wraps(checks)(lambda *args: checks(*args)), static_argnames=("config", "bucket"))
         patch.setattr(infer.scheduling.runner, "run_checks", again)

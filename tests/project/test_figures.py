@@ -58,7 +58,10 @@ def test_lists() -> None:
     def ideal(some: list[dict[str, Any]]) -> str:
         return f"{sum(one['content_tokens'] for one in some) / sum(one['critical_path'] for one in some):.2f}x"
 
-    assert rows(text, "answers that fork")[:2] == [f" {len(parallel)} of {len(lists)} ", f" {len(forked)} of {len(answers)} "]
+    assert rows(text, "answers that fork")[:2] == [
+        f" {len(parallel)} of {len(lists)} ",
+        f" {len(forked)} of {len(answers)} ",
+    ]
     (shown,) = (line for line in text.splitlines() if line.startswith("| ideal speed-up"))
     assert f"| {ideal(parallel)}; {ideal(lists)} | {ideal(forked)}; {ideal(answers)} |" in shown
     serial, adaptive = seconds("smollm2/leads/vicuna_speed.jsonl")
