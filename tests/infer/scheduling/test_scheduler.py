@@ -427,8 +427,11 @@ def test_long_prompts_go_in_pieces_beside_an_answer_that_is_streamed(bare_lm: La
     first.stream = "branches" if streamed else None
     second = busy.submit(long, params, "serial")
     if not streamed:
-        busy.step(1)
-        assert len(first.partial().token_ids) == len(second.partial().token_ids) == 1, "the prompt is fed alone"
+        taken = list[int]()
+        while not second.partial().token_ids:
+            busy.step(1)
+            taken.append(len(first.partial().token_ids))
+        assert set(taken[:-1]) <= {1}, "the prompt is fed alone, but for a last piece of few tokens"
         assert same(first.wait(), expected[0]) and same(second.wait(), expected[1])
         return
     piece = PROMPT_BESIDE - 1  # beside a token of the answer
