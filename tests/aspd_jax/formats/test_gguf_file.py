@@ -214,7 +214,7 @@ HUGE = 2**63
         (header(pairs=0, tensors=1, rest=description(1, 1, 1, 1, 1)), "t: expected at most 4 dimensions, got 5"),
         (header(pairs=0, tensors=1, rest=description(4, kind=99)), "t: expected a known quantisation, got number 99"),
         (b"GGUF", "truncated file"),
-        (b"", "no GGUF header"),
+        (b"", "empty file"),
     ],
 )
 def test_broken_files_are_described(content: bytes, message: str, tmp_path: Path) -> None:
