@@ -427,8 +427,9 @@ class Engine:
         prompt_layout(self.lm, self.config, ids)
         budget = 0 if params.max_content_tokens == 0 else min(params.max_new_tokens, left)
         self._check_script(params.script, budget)
+        content = min(budget, params.max_content_tokens or budget)
         if template is not None and budget:
-            budget = min(budget, params.max_content_tokens or budget)
+            budget = content
             check_template(template, self._schemas, self.lm.codec.text, self.config, budget, params.max_branch_tokens)
         draft = None if params.prediction is not None or params.script else params.draft_template
         if draft is not None and not self.lm.codec.text.has_byte_spellings:
@@ -436,7 +437,7 @@ class Engine:
         if draft is not None:
             codec = self.lm.codec.text
             try:
-                left = min(budget, params.max_content_tokens or budget) - len(codec.encode_exactly(draft.opening))
+                left = content - len(codec.encode_exactly(draft.opening))
                 check_template(draft, self._schemas, codec, self.config, left, params.max_branch_tokens)
             except AspdError:  # the answer is decoded without a draft
                 draft = None

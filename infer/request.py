@@ -483,6 +483,11 @@ class Request:
         check_choice("mode", self.mode, Mode)
 
     @property
+    def content_budget(self) -> int:
+        """Return the maximum tokens of the plain text of the answer."""
+        return self.params.max_content_tokens or self.budget
+
+    @property
     def template(self) -> Template | None:
         """Return the template of the answer; None: the model writes all of it."""
         return self.params.known_text

@@ -35,11 +35,12 @@ class Constraint(Controller):
 
     def __init__(self, request: Request, schemas: Schemas, config: EngineConfig) -> None:
         params = request.params
-        self._params, self._budget, self._schemas, self._config = params, request.budget, schemas, config
+        self._params, self._budget = params, min(request.budget, request.content_budget)
+        self._schemas, self._config = schemas, config
         self._grammar = None if params.answer_grammar is None else schemas.matcher(*params.answer_grammar)
         self._matcher = None if self._grammar is None else self._grammar.copy()  # behind the followed tokens
         self._followed = 0  # number of tokens, known ones that are fed included
-        self._ends = frozenset((*config.end, *config.special.ids))
+        self._ends = config.ends
         self._draft = None if params.prediction is None else DraftText(params.prediction, schemas.codec)
 
     def read(self, output: RequestOutput) -> RequestOutput:
@@ -70,7 +71,7 @@ class Constraint(Controller):
 
     def _limit(self, size: int) -> int:
         """Return the tokens of a check that the budgets have room for, behind `size` tokens."""
-        return min(self._budget, self._params.max_content_tokens or self._budget) - size
+        return self._budget - size
 
     def _check(self, ids: list[int], last: int, limit: int) -> Check:
         """Return the last token and draft tokens behind it, and what the grammar permits after each.

@@ -66,12 +66,11 @@ class Exact(Controller):
         assert filled is not None
         self._checks, self._discarded = True, self._draft.sampled
         text = DraftText(self._template.fill(filled.values), self._codec)
-        budget, content = self._request.budget, self._request.params.max_content_tokens
         return RowGuidance(
             serial=text_rule(forks=False),
             resume_at=self._start - 1,
             restarts=True,
-            spent=output.tokens_left - budget,
-            content=output.content_left - (content or budget),
+            spent=output.tokens_left - self._request.budget,
+            content=output.content_left - self._request.content_budget,
             check=self._serial.begin(text, self._request.prompt[-1]),
         )

@@ -172,7 +172,7 @@ class Filling(Controller):
         assert template is not None
         self._request, self._template, self._schemas = request, template, schemas
         self._codec, self._config = codec, config
-        self._ends = frozenset((*config.end, *config.special.ids))
+        self._ends = config.ends
         self._blocks = template_blocks(self._template, codec, config.max_branches)
         self._begun: list[list[HoleState]] = []
         self._merges, self._ended = 0, False

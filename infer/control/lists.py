@@ -137,7 +137,7 @@ class Lists(Controller):
         self._line: int | None = None  # serial tokens before a line that may begin a list
         self._hidden = 0  # sampled tokens that are no part of the answer
         self._cut = False  # whether an item of a finished list is cut
-        self._ends = frozenset((*config.end, *config.special.ids))
+        self._ends = config.ends
         self._base = 0  # position of the first token of the answer
 
     def start(self) -> RowGuidance:
@@ -429,13 +429,12 @@ class Lists(Controller):
 
     def _left(self, size: int) -> int:
         """Return the tokens of the budgets behind `size` serial tokens."""
-        return min(self._request.budget, self._request.params.max_content_tokens or self._request.budget) - size
+        return min(self._request.budget, self._request.content_budget) - size
 
     def _resumed(
         self, guidance: RowGuidance, size: int, output: RequestOutput, text: Sequence[int] = ()
     ) -> RowGuidance:
         """Return decisions that go on behind the first `size` serial tokens, with known text."""
-        budget, params = self._request.budget, self._request.params
         used, queued = size + len(text), bool(text) and not guidance.finish and len(text) <= self._config.max_queued
         if queued:  # in the next step, without a call of its own
             guidance = replace(guidance, known_tokens={0: text}, counted=False)
@@ -443,6 +442,6 @@ class Lists(Controller):
             guidance,
             resume_at=self._base + size,
             text=() if queued else text,
-            spent=output.tokens_left - (budget - used),
-            content=output.content_left - ((params.max_content_tokens or budget) - used),
+            spent=output.tokens_left - (self._request.budget - used),
+            content=output.content_left - (self._request.content_budget - used),
         )

@@ -87,6 +87,11 @@ class EngineConfig:
                 )
 
     @property
+    def ends(self) -> frozenset[int]:
+        """Return the tokens with which the device may end a segment that the host follows: ends of text, and tags."""
+        return frozenset((*self.end, *self.special.ids))
+
+    @property
     def longest_head(self) -> int:
         """Return the tokens of the longest head of a branch."""
         return 1 + self.max_title_tokens + len(self.form.separator)

@@ -121,7 +121,7 @@ def admission(
         "position": layout.position[-1],
         "block": layout.block.max(),
         "budget": request.budget,
-        "content": params.max_content_tokens or request.budget,
+        "content": request.content_budget,
         "arrival": arrival,
         "rule": 0 if request.template or request.draft or request.scored else text_rule(forks).rule,
         "stops": text_stops(forks),

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,7 +205,7 @@ def device(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Device]:
     (tag,) = codec.encode("~")
     classes = token_classes(len(tokenizer), (-1,) * 5 + (tag,), (end,), (), codec)
     fields: dict[str, Any] = {"end": (end,), "max_branches": 8, "longest_head": 30, "max_queued": 30}
-    fields["special"] = SimpleNamespace(ids=(tag,))
+    fields["ends"] = frozenset((end, tag))
     config: EngineConfig = type("Config", (), fields)()  # type: ignore[assignment]
 
     def made(
