@@ -385,7 +385,8 @@ def test_a_client_that_goes_ends_its_requests(proxy: str, upstream: Upstream) ->
     messages = [{"role": "user", "content": "?"}]
     asked = {"model": "proxied", "messages": messages, "stream": True, "aspd": {"stream": "branches"}}
     with httpx.stream("POST", f"{proxy}/chat/completions", json=asked, timeout=60) as response:
-        next(line for line in response.iter_lines() if "beta" in line or "bet" in line)
+        lines = response.iter_lines()  # held, because the connection is closed with it
+        next(line for line in lines if "beta" in line or "bet" in line)
         assert wait_for(lambda: upstream.open == 2)
     assert wait_for(lambda: upstream.open == 0, 10)
 
