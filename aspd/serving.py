@@ -127,7 +127,7 @@ def run_proxy(options: argparse.Namespace) -> None:
     from aspd_jax.formats import open_checkpoint
     from aspd_jax.language_model import read_template
     from aspd_jax.tokens import TAGS, add_special_tokens
-    from infer.proxy.routes import make_app
+    from infer.proxy.routes import Proxy, make_app
     from infer.proxy.upstream import UpstreamConfig
     from infer.server.config import MAX_CONNECTIONS, ServerConfig
 
@@ -149,9 +149,9 @@ def run_proxy(options: argparse.Namespace) -> None:
     forks = set(TAGS.values()) <= set(tokenizer.get_vocab())
     add_special_tokens(tokenizer)
     name = options.name or options.model
-    app = make_app(config, tokenizer, end_ids, name, options.max_new_tokens, checkpoint.titles, forks, options.lists)
+    proxy = Proxy(config, tokenizer, end_ids, name, options.max_new_tokens, checkpoint.titles, forks, options.lists)
     uvicorn.run(
-        app, host=options.host, port=options.port, log_level="warning", server_header=False,
+        make_app(proxy), host=options.host, port=options.port, log_level="warning", server_header=False,
         limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=int(ServerConfig.drain),
     )  # fmt: skip
 

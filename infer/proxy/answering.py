@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aspd_jax.structure import Branch, Item, Parallel, Serial, beginning, canonical, plain_text
 from aspd_jax.tokens import TAGS, Codec
@@ -19,6 +19,7 @@ from infer.server.forms import token_usage
 
 TITLE_START, TITLE_END = TAGS["title_start"], TAGS["title_end"]
 FORK, BRANCH_END = TAGS["parallel_start"], TAGS["branch_end"]
+MAX_BRANCHES = 16  # of a block; further titles are dropped
 T = TypeVar("T")
 _ANY_TAG = re.compile("|".join(map(re.escape, TAGS.values())))
 _PLAN = re.compile(r"(\d+)/(\d+) ")  # prefix of a title: its number and the number of titles
@@ -26,15 +27,23 @@ _PLAN = re.compile(r"(\d+)/(\d+) ")  # prefix of a title: its number and the num
 
 @dataclass
 class Proxied:
-    """State of an answer.
+    """An answer on an upstream server, and its state.
 
     Attributes:
+        upstream: the server.
+        prompt: token ids.
+        limit: maximum tokens of the answer, in reading order.
+        sampling: sampling parameters.
         items: structure so far.
         finish_reason: `stop` or `length`; empty until the answer has ended.
         requests: number of requests sent to the upstream.
         tokens: tokens of the leads and values of a template; None: those of the text.
     """
 
+    upstream: Upstream
+    prompt: Sequence[int]
+    limit: int
+    sampling: SamplingParams
     items: list[Item] = field(default_factory=list)
     finish_reason: str = ""
     requests: int = 0
@@ -44,6 +53,21 @@ class Proxied:
     def text(self) -> str:
         """Plain text."""
         return plain_text(canonical(self.items))
+
+    def ask(
+        self,
+        prompt: Sequence[int],
+        limit: int,
+        stop: Sequence[str] = (),
+        forbidden: Sequence[int] | None = None,
+        more: Mapping[str, object] | None = None,
+        sampling: SamplingParams | None = None,
+        number: int | None = None,
+    ) -> AsyncGenerator[tuple[str, str | None], None]:
+        """Count and send a request (`Upstream.complete`), by default with the answer's sampling and the next number."""
+        self.requests += 1
+        number = self.requests - 1 if number is None else number
+        return self.upstream.complete(prompt, limit, stop, forbidden, sampling or self.sampling, number, more or {})
 
     def end_before(self, stop: Sequence[str]) -> None:
         """Truncate the answer before its first stop string, if it has one."""
@@ -60,50 +84,34 @@ class Answering:
     not (protocol, section 5).
 
     Args:
-        upstream: server of a checkpoint with special tokens.
         codec: codec of the checkpoint's tokenizer.
-        ends: texts of the tokens that end an answer.
         tags: ids of the special tokens; none: the checkpoint has none, and all answers are serial.
-        max_branches: maximum branches of a block; further titles are dropped.
     """
 
-    def __init__(
-        self, upstream: Upstream, codec: Codec, ends: Sequence[str], tags: Sequence[int], max_branches: int = 16
-    ) -> None:
-        self._upstream, self._codec, self._ends, self._max_branches = upstream, codec, ends, max_branches
-        self._tags = tags
+    def __init__(self, codec: Codec, tags: Sequence[int]) -> None:
+        self._codec, self._tags = codec, tags
+        self._more = WRITE_TAGS if tags else None
 
-    async def events(
-        self,
-        prompt: Sequence[int],
-        limit: int,
-        sampling: SamplingParams,
-        adaptive: bool,
-        answer: Proxied,
-        in_order: bool,
-    ) -> AsyncGenerator[Event, None]:
+    async def events(self, answer: Proxied, adaptive: bool, in_order: bool) -> AsyncGenerator[Event, None]:
         """Decode an answer and yield its events (`infer.answers.events`) without `done`.
 
         Args:
-            prompt: token ids.
-            limit: maximum content tokens, in reading order.
-            sampling: sampling parameters.
+            answer: the answer, whose state is updated.
             adaptive: whether the model may fork.
-            answer: state that is updated.
             in_order: whether the text of blocks is yielded in reading order once it is final.
 
         Raises:
             UpstreamError: the upstream refuses a request or fails.
         """
         special, encode = self._codec.special, self._codec.text.encode_normalised
-        prefix, left = list(prompt), limit
+        prefix, left = list(answer.prompt), answer.limit
         may_fork, block = adaptive and bool(self._tags), 0
         while True:
             written, shown, announces = "", 0, False
             answer.items.append(Serial(""))
             ended: str | None = None
             forbidden = [tag for tag in self._tags if tag != special.title_start or not may_fork]
-            async with aclosing(self._ask(answer, prefix, left, [], forbidden, sampling)) as pieces:
+            async with aclosing(answer.ask(prefix, left, (), forbidden, self._more)) as pieces:
                 async for piece, reason in pieces:
                     written, ended = written + piece, reason or ended
                     safe = _text_length(TITLE_START, written)
@@ -123,7 +131,7 @@ class Answering:
             if left <= 0 or not announces:
                 answer.finish_reason = "length" if left <= 0 or ended == "length" else "stop"
                 return
-            number, titles = await self._titles(answer, prefix, sampling)
+            number, titles = await self._titles(answer, prefix)
             if len(titles) < 2:
                 may_fork = False  # one title makes no block; the rest of the answer is serial
                 continue
@@ -136,7 +144,7 @@ class Answering:
             # A lead is part of the text.
             branch_pieces = [[(title, self._count(title))] * self._codec.form.leads for title in titles]
             final, shown = set[int](), 0
-            async with aclosing(self._branches(prefix, titles, left, sampling, answer, branch_pieces, final)) as events:
+            async with aclosing(self._branches(answer, prefix, titles, left, branch_pieces, final)) as events:
                 async for event in events:
                     first = next((n for n in range(1, len(titles)) if n not in final), len(titles))
                     readable, left_behind = self._truncate(branch_pieces[:first], left)
@@ -157,22 +165,7 @@ class Answering:
                 answer.finish_reason = "length"
                 return
 
-    def _ask(
-        self,
-        answer: Proxied,
-        prompt: Sequence[int],
-        limit: int,
-        stop: Sequence[str],
-        forbidden: Sequence[int],
-        sampling: SamplingParams,
-    ) -> AsyncGenerator[tuple[str, str | None], None]:
-        """Count and send a request of an answer."""
-        answer.requests += 1
-        number, stops = answer.requests - 1, [*stop, *self._ends]
-        more = WRITE_TAGS if self._tags else {}
-        return self._upstream.complete(prompt, limit, stops, forbidden, sampling, number, more)
-
-    async def _titles(self, answer: Proxied, prefix: Sequence[int], sampling: SamplingParams) -> tuple[str, list[str]]:
+    async def _titles(self, answer: Proxied, prefix: Sequence[int]) -> tuple[str, list[str]]:
         """Decode the titles of a block; return the stated number of leads, empty for names, and the titles.
 
         There is no repetition penalty, because it would also apply to the tags between titles and end the list early.
@@ -181,20 +174,20 @@ class Answering:
         special = self._codec.special
         forbidden = [special.parallel_end, special.branch_start, special.branch_end]
         # A title and its two tags, of each branch; the number of leads has fewer tokens than a title.
-        free, limit = replace(sampling, repetition_penalty=1.0), (MAX_TITLE_TOKENS + 2) * (self._max_branches + 1)
+        free, limit = replace(answer.sampling, repetition_penalty=1.0), (MAX_TITLE_TOKENS + 2) * (MAX_BRANCHES + 1)
         written, number, titles = "", "", list[str]()
         stops = [FORK] if self._codec.form.leads else [FORK, "\n"]
-        pieces = self._ask(answer, [*prefix, special.title_start], limit, stops, forbidden, free)
+        pieces = answer.ask([*prefix, special.title_start], limit, stops, forbidden, self._more, free)
         async with aclosing(pieces):
             async for piece, _ in pieces:
                 written += piece
                 if self._codec.form.leads:
-                    number, titles, more = read_leads(written, self._max_branches)
+                    number, titles, more = read_leads(written, MAX_BRANCHES)
                 else:
                     titles, more = _read_titles(TITLE_START + written)
                 begun = written.rpartition(TITLE_END)[2].removeprefix(TITLE_START)
                 size = self._count(begun[: _text_length(TITLE_END, begun)])
-                if not more or len(titles) == self._max_branches or size > MAX_TITLE_TOKENS:
+                if not more or len(titles) == MAX_BRANCHES or size > MAX_TITLE_TOKENS:
                     break
         return number, titles
 
@@ -215,11 +208,10 @@ class Answering:
 
     async def _branches(
         self,
+        answer: Proxied,
         prefix: Sequence[int],
         titles: Sequence[str],
         left: int,
-        sampling: SamplingParams,
-        answer: Proxied,
         branch_pieces: list[list[tuple[str, int]]],
         final: set[int],
     ) -> AsyncGenerator[Event, None]:
@@ -228,11 +220,10 @@ class Answering:
         A branch ends when its text and the texts of earlier branches so far have `left` tokens.
 
         Args:
+            answer: the answer.
             prefix: token ids before the branches.
             titles: titles of the branches.
             left: remaining content tokens of the answer.
-            sampling: sampling parameters.
-            answer: state of the answer, which counts requests.
             branch_pieces: lists to which the pieces of each branch are appended, each with its number of tokens.
             final: set to which the numbers of branches that were not cut off are added.
         """
@@ -244,7 +235,7 @@ class Answering:
             head, within = [special.branch_start, *encode(title), *self._codec.form.separator], True
             for piece, _ in branch_pieces[number]:
                 yield Event("token", 1, number + 1, piece)
-            pieces = self._ask(answer, [*prefix, *head], left, [BRANCH_END], forbidden, sampling)
+            pieces = answer.ask([*prefix, *head], left, [BRANCH_END], forbidden, self._more)
             async with aclosing(pieces):
                 async for piece, reason in pieces:
                     within = reason != "length"
@@ -291,6 +282,13 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def exhaust(source: AsyncGenerator[Any, None]) -> None:
+    """Run a generator to its end."""
+    async with aclosing(source):
+        async for _ in source:
+            pass
 
 
 def _read_titles(written: str, number: int = 0) -> tuple[list[str], bool]:
@@ -365,9 +363,9 @@ def _text_length(tag: str, written: str) -> int:
     return len(written)
 
 
-def usage(prompt: Sequence[int], answer: Proxied, codec: Codec) -> dict[str, int]:
+def usage(answer: Proxied, codec: Codec) -> dict[str, int]:
     """Return the numbers of tokens of the prompt and of the answer, under OpenAI's names."""
     generated = answer.tokens
     if generated is None:
         generated = len(codec.text.encode_normalised(answer.text)) if answer.text else 0
-    return token_usage(len(prompt), generated)
+    return token_usage(len(answer.prompt), generated)

@@ -16,8 +16,7 @@ from aspd_jax.tokens import TextCodec
 from infer.answers.events import Event, FilledReader
 from infer.answers.filled import END_TOKENS, Filled, HoleText, hole_text
 from infer.proxy.answering import Proxied, merged
-from infer.proxy.upstream import Upstream, UpstreamError
-from infer.request import SamplingParams
+from infer.proxy.upstream import UpstreamError
 
 MAX_BLANKS = 16  # characters of white space before a JSON value
 
@@ -64,14 +63,11 @@ class TemplateFilling:
     ends. Only a value that does not fit its schema is requested again with the constraint, as `response_format`.
 
     Args:
-        upstream: the server.
         codec: codec of the checkpoint's tokenizer.
-        ends: texts of the tokens that end an answer.
-        forbidden: ids of tokens that must not be sampled.
     """
 
-    def __init__(self, upstream: Upstream, codec: TextCodec, ends: Sequence[str], forbidden: Sequence[int]) -> None:
-        self._upstream, self._codec, self._ends, self._forbidden = upstream, codec, ends, forbidden
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
 
     def check(self, template: Template, limit: int) -> None:
         """Check that a template can be filled.
@@ -95,23 +91,13 @@ class TemplateFilling:
             raise RequestError(f"template: expected a budget of at least {needed} tokens, got {limit}.")
 
     async def events(
-        self,
-        prompt: Sequence[int],
-        template: Template,
-        limit: int,
-        sampling: SamplingParams,
-        answer: Proxied,
-        in_order: bool,
-        constrained: bool = False,
+        self, answer: Proxied, template: Template, in_order: bool, constrained: bool = False
     ) -> AsyncGenerator[Event, None]:
         """Fill a template and yield its events (`infer.answers.events`) without `done`.
 
         Args:
-            prompt: token ids, those of the literal text before the first block included.
+            answer: the answer, whose state is updated; its prompt ends with the literal text before the first block.
             template: the template.
-            limit: maximum tokens of leads and values.
-            sampling: sampling parameters.
-            answer: state that is updated.
             in_order: whether the text is yielded in reading order.
             constrained: whether values are requested with their constraint at once.
 
@@ -119,7 +105,8 @@ class TemplateFilling:
             UpstreamError: the upstream refuses a request, fails, or does not keep to a constraint.
         """
         reader, filled = FilledReader(()), Filled(template, {})
-        context, left, waiting = list(prompt), limit, [hole for stage in template.stages for hole in stage]
+        context, left = list(answer.prompt), answer.limit
+        waiting = [hole for stage in template.stages for hole in stage]
         for stage in template.stages:
             waiting, used = waiting[len(stage) :], 0
             spare = left - self._needed(template, waiting)
@@ -128,17 +115,12 @@ class TemplateFilling:
             prompts = [[*context, *self._codec.encode_exactly(text.lead)] for text in texts]
             least = sum(len(ids) - len(context) for ids in prompts)
             sources = [
-                self._fill(
-                    HoleRequest(text, ids, spare - least, template.holes.index(text.hole)),
-                    sampling,
-                    answer,
-                    constrained,
-                )
+                self._fill(answer, HoleRequest(text, ids, spare - least, template.holes.index(text.hole)), constrained)
                 for text, ids in zip(texts, prompts, strict=True)
             ]
             async with aclosing(_fill_block(filled, sources, least, spare)) as states:
                 async for filled, used in states:
-                    answer.items, answer.tokens = list(filled.structure), limit - left + used
+                    answer.items, answer.tokens = list(filled.structure), answer.limit - left + used
                     for event in reader.read(filled, filled.text if in_order else None):
                         yield event
             if filled.growing:
@@ -163,18 +145,13 @@ class TemplateFilling:
             *self._codec.encode_normalised(" " * text.spaced + value + closed),
         ]
 
-    async def _fill(
-        self, request: HoleRequest, sampling: SamplingParams, answer: Proxied, constrained: bool
-    ) -> AsyncGenerator[Progress, None]:
+    async def _fill(self, answer: Proxied, request: HoleRequest, constrained: bool) -> AsyncGenerator[Progress, None]:
         """Request the value of a hole, with its constraint if `constrained`, and yield its progress."""
         hole, written, tokens, value = request.text.hole, "", 0, ""
         check, ended = ValueCheck(hole.schema), ""
         more = {"response_format": response_format(hole.schema)} if constrained and hole.schema is not None else {}
         number = 2 * request.number + constrained
-        pieces = self._upstream.complete(
-            request.prompt, request.tokens_left, self._ends, self._forbidden, sampling, number, more
-        )
-        answer.requests += 1
+        pieces = answer.ask(request.prompt, request.tokens_left, more=more, number=number)
         async with aclosing(pieces):
             async for piece, reason in pieces:
                 ended, written, tokens = (
@@ -191,8 +168,8 @@ class TemplateFilling:
                 if complete or ended == "length":
                     return
         if constrained:
-            raise UpstreamError(f"{self._upstream.config.url}: expected a value of {hole.name!r}, got {value[:40]!r}")
-        async with aclosing(self._fill(request, sampling, answer, constrained=True)) as again:
+            raise UpstreamError(f"{answer.upstream.config.url}: expected a value of {hole.name!r}, got {value[:40]!r}")
+        async with aclosing(self._fill(answer, request, constrained=True)) as again:
             async for progress in again:
                 yield progress
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,7 +20,7 @@ from aspd_jax.template import Hole, Template
 from aspd_jax.tokens import Codec
 from aspd_jax.tool_format import uses_tools
 from infer.answers.events import Event, StopFilter
-from infer.proxy.answering import Answering, Proxied, usage
+from infer.proxy.answering import Answering, Proxied, exhaust, usage
 from infer.proxy.exact_upstream import ExactAnswering
 from infer.proxy.filling_upstream import TemplateFilling
 from infer.proxy.listing import ListAnswering
@@ -31,49 +31,19 @@ from infer.server.deltas import branch_deltas, text_deltas
 from infer.server.forms import Answer, Chat, Chunks, name_ignored, reply
 from infer.server.guard import add_guard, while_connected
 from infer.server.messages import ChatRequest, Common
-from infer.server.refusals import INVALID, Refused, add_refusals, error_body
+from infer.server.refusals import INVALID, Refused, add_refusals
 from infer.server.responses import ResponsesRequest, reply_response
 
 
-def make_app(
-    config: UpstreamConfig,
-    tokenizer: Any,
-    end_ids: tuple[int, ...],
-    name: str,
-    max_new_tokens: int,
-    titles: Titles = "names",
-    forks: bool = True,
-    lists: ListMode = "parallel",
-) -> FastAPI:
-    """Create the application of a proxy.
-
-    Args:
-        config: configuration of the upstream.
-        tokenizer: tokenizer of the upstream's checkpoint, with its chat template and special tokens.
-        end_ids: ids of the tokens that end an answer.
-        name: name of the model in requests.
-        max_new_tokens: default and maximum tokens of an answer.
-        titles: form of the titles.
-        forks: whether the checkpoint has the special tokens; without them, lists, fields and templates have branches.
-        lists: how lists of a checkpoint without the special tokens are decoded in adaptive mode.
-    """
-    codec = Codec(tokenizer, titles=titles)
-    upstream = Upstream(config)
-    ends = [str(tokenizer.convert_ids_to_tokens(end)) for end in end_ids]
-    tags = codec.special.ids if forks else ()
-    answering = Answering(upstream, codec, ends, tags)
-    filling = TemplateFilling(upstream, codec.text, ends, tags)
-    listing = None if forks else ListAnswering(upstream, codec.text, ends, tags)
-    exact = ExactAnswering(upstream, filling, codec.text, end_ids)
-    proxy = _Proxy(answering, filling, exact, listing, lists, codec, tokenizer, name, max_new_tokens)
+def make_app(proxy: Proxy) -> FastAPI:
+    """Create the application of a proxy."""
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await upstream.close()
+        await proxy.upstream.close()
 
     app = FastAPI(title="aspd proxy", docs_url=None, redoc_url=None, lifespan=life)
-
     add_guard(app, ServerConfig.max_body, ServerConfig.body_timeout)
     add_refusals(app)
     app.post("/v1/chat/completions", response_model=None)(proxy.chat)
@@ -84,22 +54,42 @@ def make_app(
     return app
 
 
-class _Proxy:
+class Proxy:
+    """Routes of a proxy.
+
+    Args:
+        config: configuration of the upstream.
+        tokenizer: tokenizer of the upstream's checkpoint, with its chat template and special tokens.
+        end_ids: ids of the tokens that end an answer.
+        name: name of the model in requests.
+        max_new_tokens: default and maximum tokens of an answer.
+        titles: form of the titles.
+        forks: whether the checkpoint has the special tokens; without them, lists, fields and templates have branches.
+        lists: how lists of a checkpoint without the special tokens are decoded in adaptive mode.
+
+    Attributes:
+        upstream: client of the upstream.
+    """
+
     def __init__(
         self,
-        answering: Answering,
-        filling: TemplateFilling,
-        exact: ExactAnswering,
-        listing: ListAnswering | None,
-        lists: ListMode,
-        codec: Codec,
+        config: UpstreamConfig,
         tokenizer: Any,
+        end_ids: tuple[int, ...],
         name: str,
         max_new_tokens: int,
+        titles: Titles = "names",
+        forks: bool = True,
+        lists: ListMode = "parallel",
     ) -> None:
-        self._answering, self._filling, self._exact = answering, filling, exact
-        self._listing, self._lists = listing, lists
-        self._codec, self._tokenizer = codec, tokenizer
+        codec = self._codec = Codec(tokenizer, titles=titles)
+        tags = codec.special.ids if forks else ()
+        self.upstream = Upstream(config, [str(tokenizer.convert_ids_to_tokens(end)) for end in end_ids], tags)
+        self._answering = Answering(codec, tags)
+        self._filling = TemplateFilling(codec.text)
+        self._listing = None if forks else ListAnswering(codec.text)
+        self._exact = ExactAnswering(self._filling, codec.text, end_ids)
+        self._tokenizer, self._lists = tokenizer, lists
         self._name, self._max_new_tokens, self._started = name, max_new_tokens, int(time.time())
 
     async def health(self) -> dict[str, str]:
@@ -131,30 +121,23 @@ class _Proxy:
         await self.model(body.model)
         messages = body.conversation
         _check_support(body, messages)
-        answer = Proxied()
-        try:
-            prompt, events = await asyncio.to_thread(self._read, body, messages, answer)
-        except RequestError as error:
-            raise Refused(400, str(error)) from None
+        with _refusals():
+            answer, events = await asyncio.to_thread(self._read, body, messages)
         events = _until(events, body.stop_strings, answer)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._name}
         if body.stream:
-            return self._stream(body, prompt, events, answer, head | {"object": "chat.completion.chunk"})
-        try:
-            await while_connected(_exhaust(events), request)
-        except UpstreamError as error:
-            raise Refused(error.status, str(error), "upstream_error", error.code) from None
-        except RequestError as error:
-            raise Refused(400, str(error)) from None
+            return self._stream(body, events, answer, head | {"object": "chat.completion.chunk"})
+        with _refusals():
+            await while_connected(exhaust(events), request)
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
-        whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(prompt, answer, self._codec)}
+        whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(answer, self._codec)}
         return whole | ({"aspd": [self._statistics(answer)]} if body.aspd.statistics else {})
 
     def _read(
-        self, body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]], answer: Proxied
-    ) -> tuple[list[int], AsyncGenerator[Event, None]]:
-        """Return the token ids of a prompt, and the events of the answer to a request.
+        self, body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]]
+    ) -> tuple[Proxied, AsyncGenerator[Event, None]]:
+        """Return the answer to a request, and its events.
 
         Raises:
             Refused: the messages cannot be encoded.
@@ -165,9 +148,10 @@ class _Proxy:
         fields = body.aspd.fields or "serial"
         sampling = SamplingParams(**values, **body.constraint(), fields=fields, template=body.aspd.template)
         limit = min(body.limit or self._max_new_tokens, self._max_new_tokens)
+        answer = Proxied(self.upstream, prompt, limit, sampling)
         if fields == "exact":
             self._exact.check(sampling)
-            return prompt, self._exact.events(prompt, limit, sampling, answer)
+            return answer, self._exact.events(answer)
         in_order = bool(sampling.stop) or body.aspd.stream == "text"
         template = sampling.known_text
         if constrained := template is None and sampling.json_schema is not None:
@@ -175,12 +159,11 @@ class _Proxy:
         if template is None:
             adaptive = body.aspd.mode == "adaptive"
             if adaptive and self._listing and (body.aspd.lists or self._lists) == "parallel":
-                said = message_texts(messages)
-                return prompt, self._listing.events(prompt, said, limit, sampling, answer)
-            return prompt, self._answering.events(prompt, limit, sampling, adaptive, answer, in_order)
+                return answer, self._listing.events(answer, message_texts(messages))
+            return answer, self._answering.events(answer, adaptive, in_order)
         self._filling.check(template, limit)
-        prompt = [*prompt, *self._codec.text.encode_exactly(template.opening)]
-        return prompt, self._filling.events(prompt, template, limit, sampling, answer, in_order, constrained)
+        answer.prompt = [*prompt, *self._codec.text.encode_exactly(template.opening)]
+        return answer, self._filling.events(answer, template, in_order, constrained)
 
     def _encode(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
         if messages[-1]["role"] == "assistant":
@@ -194,30 +177,23 @@ class _Proxy:
         return {"statistics": {"requests": answer.requests}, "structure": to_json(canonical(answer.items))}
 
     async def _stream(
-        self,
-        body: Common,
-        prompt: list[int],
-        events: AsyncGenerator[Event, None],
-        answer: Proxied,
-        head: dict[str, Any],
+        self, body: Common, events: AsyncGenerator[Event, None], answer: Proxied, head: dict[str, Any]
     ) -> Chunks:
         form, make_deltas = Chat(), branch_deltas if body.aspd.stream == "branches" else text_deltas
         yield [{**head, "choices": form.opening(0)}]
         try:
-            async with aclosing(events):  # closing cancels the upstream's requests when the client disconnects
-                async for event in events:
-                    if deltas := make_deltas([event]):
-                        yield [{**head, "choices": form.delta(0, delta)} for delta in deltas]
-        except UpstreamError as error:
-            yield [error_body(str(error), "upstream_error", error.code)]
-            return
-        except RequestError as error:
-            yield [error_body(str(error), INVALID)]
+            with _refusals():
+                async with aclosing(events):  # closing cancels the upstream's requests when the client disconnects
+                    async for event in events:
+                        if deltas := make_deltas([event]):
+                            yield [{**head, "choices": form.delta(0, delta)} for delta in deltas]
+        except Refused as refused:
+            yield [refused.body]
             return
         last = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason, "logprobs": None}
         yield [{**head, "choices": [last]} | ({"aspd": self._statistics(answer)} if body.aspd.statistics else {})]
         if body.with_usage:
-            yield [{**head, "choices": [], "usage": usage(prompt, answer, self._codec)}]
+            yield [{**head, "choices": [], "usage": usage(answer, self._codec)}]
 
 
 def _check_support(body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]]) -> None:
@@ -244,10 +220,15 @@ def _check_support(body: ChatRequest | ResponsesRequest, messages: list[dict[str
             raise Refused(400, f"{field}: not supported by the proxy", param=field)
 
 
-async def _exhaust(events: AsyncGenerator[Event, None]) -> None:
-    async with aclosing(events):
-        async for _ in events:
-            pass
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise errors of an answer as `Refused`."""
+    try:
+        yield
+    except UpstreamError as error:
+        raise Refused(error.status, str(error), "upstream_error", error.code) from None
+    except RequestError as error:
+        raise Refused(400, str(error)) from None
 
 
 async def _until(
