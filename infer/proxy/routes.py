@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -28,9 +28,9 @@ from infer.proxy.upstream import Upstream, UpstreamConfig, UpstreamError
 from infer.request import PARAMETERS, ListMode, SamplingParams
 from infer.server.config import ServerConfig
 from infer.server.deltas import branch_deltas, text_deltas
-from infer.server.forms import Answer, Chat, Chunks, name_ignored, reply
+from infer.server.forms import Answer, Chat, Chunks, reply
 from infer.server.guard import add_guard, while_connected
-from infer.server.messages import ChatRequest, Common
+from infer.server.messages import ChatRequest, Common, Conversation
 from infer.server.refusals import INVALID, Refused, add_refusals
 from infer.server.responses import ResponsesRequest, reply_response
 
@@ -109,20 +109,17 @@ class Proxy:
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a request for OpenAI's chat completions."""
-        answer = await self._answer(request, body)
-        return await name_ignored(reply(answer), body)
+        return reply(body, await self._answer(request, body))
 
     async def respond(self, request: Request, body: ResponsesRequest) -> Response:
         """Answer a request for OpenAI's responses."""
-        answer = await self._answer(request, body)
-        return await name_ignored(reply_response(body, answer), body)
+        return reply_response(body, await self._answer(request, body))
 
-    async def _answer(self, request: Request, body: ChatRequest | ResponsesRequest) -> Answer:
+    async def _answer(self, request: Request, body: Conversation) -> Answer:
         await self.model(body.model)
-        messages = body.conversation
-        _check_support(body, messages)
+        _check_support(body)
         with _refusals():
-            answer, events = await asyncio.to_thread(self._read, body, messages)
+            answer, events = await asyncio.to_thread(self._read, body)
         events = _until(events, body.stop_strings, answer)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._name}
         if body.stream:
@@ -134,20 +131,19 @@ class Proxy:
         whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(answer, self._codec)}
         return whole | ({"aspd": [self._statistics(answer)]} if body.aspd.statistics else {})
 
-    def _read(
-        self, body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]]
-    ) -> tuple[Proxied, AsyncGenerator[Event, None]]:
+    def _read(self, body: Conversation) -> tuple[Proxied, AsyncGenerator[Event, None]]:
         """Return the answer to a request, and its events.
 
         Raises:
             Refused: the messages cannot be encoded.
             RequestError: the schema or the template cannot be filled.
         """
-        prompt = self._encode(messages, body.chat_template_kwargs)
+        (messages,) = body.task.prompts
+        prompt = self._encode(messages, body.task.variables)
         values = {name: value for name, value in body.sampling_values().items() if PARAMETERS[name].proxy is not None}
         fields = body.aspd.fields or "serial"
         sampling = SamplingParams(**values, **body.constraint(), fields=fields, template=body.aspd.template)
-        limit = min(body.limit or self._max_new_tokens, self._max_new_tokens)
+        limit = min(body.task.limit or self._max_new_tokens, self._max_new_tokens)
         answer = Proxied(self.upstream, prompt, limit, sampling)
         if fields == "exact":
             self._exact.check(sampling)
@@ -165,7 +161,7 @@ class Proxy:
         answer.prompt = [*prompt, *self._codec.text.encode_exactly(template.opening)]
         return answer, self._filling.events(answer, template, in_order, constrained)
 
-    def _encode(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
+    def _encode(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> list[int]:
         if messages[-1]["role"] == "assistant":
             raise Refused(400, "messages: expected a last message of the user, got one of the assistant.")
         try:
@@ -196,23 +192,23 @@ class Proxy:
             yield [{**head, "choices": [], "usage": usage(answer, self._codec)}]
 
 
-def _check_support(body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]]) -> None:
+def _check_support(body: Conversation) -> None:
     """Check that a request needs nothing that the proxy does not have.
 
     Raises:
         Refused: it does; the message names the field.
     """
-    values = body.sampling_values()
+    values, task = body.sampling_values(), body.task
     for field, is_set in (
-        ("tools", bool(body.functions)),
-        ("tool_calls", uses_tools(messages, ())),
-        ("n", body.choices > 1),
-        ("logprobs", body.alternatives is not None),
-        ("structured_outputs", bool(set(body.grammar) - {"json_schema"})),
+        ("tools", bool(task.functions)),
+        ("tool_calls", uses_tools(task.prompts[0], ())),
+        ("n", task.choices > 1),
+        ("logprobs", task.alternatives is not None),
+        ("structured_outputs", bool(set(task.grammar) - {"json_schema"})),
         *((name, values[name] != PARAMETERS[name].default) for name in values if PARAMETERS[name].proxy is None),
         ("ignore_eos", body.ignore_eos),
-        ("prediction", body.predicted is not None),
-        ("continue_final_message", isinstance(body, ChatRequest) and body.continue_final_message),
+        ("prediction", task.predicted is not None),
+        ("continue_final_message", task.continues),
         ("aspd.content", body.aspd.content is not None),
         ("stream_options.continuous_usage_stats", body.with_growing_usage),
     ):

@@ -30,9 +30,9 @@ from infer.server.config import ServerConfig
 from infer.server.decisions import DecisionsRequest, SystemOneRequest
 from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.engine_thread import Broken, Busy, EngineThread, Ticket
-from infer.server.forms import Answer, Chat, Chunks, Form, Text, name_ignored, reply, statistics, token_usage, usage
+from infer.server.forms import Answer, Chat, Chunks, Form, Text, reply, statistics, token_usage, usage
 from infer.server.guard import add_guard, while_connected
-from infer.server.messages import ChatRequest, Common, CompletionRequest, LoadAdapter, UnloadAdapter
+from infer.server.messages import ChatRequest, Common, CompletionRequest, Conversation, LoadAdapter, UnloadAdapter
 from infer.server.prometheus import Metrics
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
 from infer.server.responses import NOT_STORED, ResponsesRequest, reply_response
@@ -139,24 +139,18 @@ class _Server:
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a request for OpenAI's chat completions."""
-        calls = await self._tool_calls(body)
-        form = Chat() if calls is None else ToolChat(calls)
-        answer = await self._answer(request, body, [body.conversation], form, body.continue_final_message, calls)
-        return await name_ignored(reply(answer), body)
+        return reply(body, await self._converse(request, body))
 
     async def respond(self, request: Request, body: ResponsesRequest) -> Response:
         """Answer a request for OpenAI's responses."""
-        calls = await self._tool_calls(body)
-        form = Chat() if calls is None else ToolChat(calls)
-        answer = await self._answer(request, body, [body.conversation], form, calls=calls)
-        return await name_ignored(reply_response(body, answer), body)
+        return reply_response(body, await self._converse(request, body))
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         """Answer a request for OpenAI's completions."""
-        decode, prompts = self._engine.lm.codec.text.decode, body.prompts
+        decode, prompts = self._engine.lm.codec.text.decode, body.task.prompts
         texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if body.echo else []
-        answer = await self._answer(request, body, prompts, Text(texts, body.choices, body.return_tokens_as_token_ids))
-        return await name_ignored(reply(answer), body)
+        form = Text(texts, body.task.choices, body.return_tokens_as_token_ids)
+        return reply(body, await self._answer(request, body, form))
 
     async def decide(self, request: Request, body: DecisionsRequest) -> Response:
         """Answer a request for OpenAI's decisions."""
@@ -249,38 +243,31 @@ class _Server:
         message = f"unknown model {name!r}; available: {', '.join(map(repr, self._names))}"
         return Refused(404, message, INVALID, "model_not_found", "model")
 
-    async def _tool_calls(self, body: ChatRequest | ResponsesRequest) -> ToolCalls | None:
-        """Return the calls that answers to a request may have; None: none.
+    async def _converse(self, request: Request, body: Conversation) -> Answer:
+        """Answer a request for the next message of a conversation, which may call tools.
 
         Raises:
             Refused: a schema is not supported, or the format of the model's calls cannot be read.
         """
-        if body.calling is None:
-            return None
+        if body.task.calling is None:
+            return await self._answer(request, body, Chat())
         try:
-            return await asyncio.to_thread(self._read_calls, body, body.calling)
+            calls = await asyncio.to_thread(self._read_calls, body, body.task.calling)
         except RequestError as error:
             raise Refused(400, str(error), param="tools") from None
+        return await self._answer(request, body, ToolChat(calls), calls)
 
-    def _read_calls(self, body: ChatRequest | ResponsesRequest, choice: ToolChoice) -> ToolCalls:
+    def _read_calls(self, body: Conversation, choice: ToolChoice) -> ToolCalls:
         lm = self._engine.lm
         if getattr(lm.tokenizer, "chat_template", None) is None:
             raise RequestError("tools: expected a model with a chat template, got one without")
-        check_schemas(body.functions, body.schema_place)
+        check_schemas(body.task.functions, body.schema_place)
         form = read_tool_format(lm.tokenizer)
-        return ToolCalls(body.functions, choice, form, lm.codec.text, body.constraint().get("json_schema"))
+        return ToolCalls(body.task.functions, choice, form, lm.codec.text, body.constraint().get("json_schema"))
 
-    async def _answer(
-        self,
-        request: Request,
-        body: Any,
-        prompts: Sequence[Any],
-        form: Form,
-        continues: bool = False,
-        calls: ToolCalls | None = None,
-    ) -> Answer:
+    async def _answer(self, request: Request, body: Common, form: Form, calls: ToolCalls | None = None) -> Answer:
         adapter = self._adapter(body.model)
-        count, limit = body.choices, self._config.max_choices
+        prompts, count, limit = body.task.prompts, body.task.choices, self._config.max_choices
         if count > limit:
             raise Refused(400, f"n: expected at most {limit} answers, got {count}", param="n")
         capacity = self._engine.max_batch + self._config.max_waiting
@@ -288,7 +275,7 @@ class _Server:
             expected = f"at most {capacity // count} prompts with {count} answers each"
             raise Refused(400, f"prompt: expected {expected}, got {len(prompts)}", param="prompt")
         try:
-            requests = await asyncio.to_thread(self._requests, body, prompts, adapter, continues, calls)
+            requests = await asyncio.to_thread(self._requests, body, adapter, calls)
         except RequestError as error:
             too_long = isinstance(error, PromptTooLong)
             code = "context_length_exceeded" if too_long else None
@@ -296,9 +283,10 @@ class _Server:
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}") from None
         compiled_before = programs_compiled()
-        echo = isinstance(body, CompletionRequest) and body.echo
         stream = body.aspd.stream if body.stream else None
-        details: dict[str, Any] = {"stream": stream, "alternatives": body.alternatives, "echo": echo}
+        details: dict[str, Any] = {
+            "stream": stream, "alternatives": body.task.alternatives, "echo": body.task.echo
+        }  # fmt: skip
         tickets = self._submit([replace(request, **details) for request in requests])
         head = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
         deadline = time.monotonic() + self._config.timeout
@@ -306,24 +294,20 @@ class _Server:
             return self._stream(body, tickets, form, head, deadline, compiled_before)
         return await self._whole(request, body, tickets, form, head, deadline, compiled_before)
 
-    def _requests(
-        self, body: Common, prompts: Sequence[Any], adapter: str, continues: bool, calls: ToolCalls | None
-    ) -> list[DecodingRequest]:
+    def _requests(self, body: Common, adapter: str, calls: ToolCalls | None) -> list[DecodingRequest]:
         """Return the requests of all prompts, one for each answer."""
         requests: list[DecodingRequest] = []
-        variables, tools = body.template_variables, [] if calls is None else [f.tool for f in calls.functions]
-        for number, prompt in enumerate(prompts):
+        task, own, tools = body.task, body.aspd, [] if calls is None else [f.tool for f in calls.functions]
+        details = (own.mode, adapter, task.continues, task.variables, tools, own.lists)
+        for number, prompt in enumerate(task.prompts):
             try:
-                for choice in range(body.choices):
-                    params, mode = self._params(body, choice, calls), body.aspd.mode
-                    requests.append(
-                        self._engine.check(prompt, params, mode, adapter, continues, variables, tools, body.aspd.lists)
-                    )
+                for choice in range(task.choices):
+                    requests.append(self._engine.check(prompt, self._params(body, choice, calls), *details))
             except RequestError as error:
                 told = str(error)
                 if body.aspd.content is not None:  # it is the script of its answer
                     told = told.replace("script: ", "aspd.content: ", 1)
-                raise type(error)(f"prompt[{number}]: {told}" if len(prompts) > 1 else told) from None
+                raise type(error)(f"prompt[{number}]: {told}" if len(task.prompts) > 1 else told) from None
         return requests
 
     def _params(self, body: Common, choice: int, calls: ToolCalls | None) -> SamplingParams:
@@ -398,7 +382,7 @@ class _Server:
             form.choice(number, result, values)
             for number, (result, values) in enumerate(zip(finished, logprobs, strict=True))
         ]
-        counted = usage(finished, body.choices, body.predicted is not None)
+        counted = usage(finished, body.task.choices, body.task.predicted is not None)
         answer = {**head, "object": form.whole, "choices": choices, "usage": counted}
         if body.aspd.statistics:
             pairs = zip(tickets, finished, strict=True)
@@ -443,7 +427,7 @@ class _Server:
                     yield [error_body(end.error, INVALID)]
                     return
                 if body.with_growing_usage:
-                    prompts = sum(len(ticket.request.prompt) for ticket in tickets[:: body.choices])
+                    prompts = sum(len(ticket.request.prompt) for ticket in tickets[:: body.task.choices])
                     extra = {"usage": token_usage(prompts, sum(tokens))}
                 choices = [choice for delta in deltas for choice in form.delta(number, delta)]
                 if end is not None:
@@ -457,7 +441,8 @@ class _Server:
                     yield events
             if body.with_usage:
                 finished = [results[number] for number in range(len(tickets))]
-                yield [{**head, "choices": [], "usage": usage(finished, body.choices, body.predicted is not None)}]
+                counted = usage(finished, body.task.choices, body.task.predicted is not None)
+                yield [{**head, "choices": [], "usage": counted}]
         except TimeoutError:
             yield [error_body(f"no answer within {self._config.timeout:g} s", "timeout", "timeout")]
         except Broken:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -73,16 +72,15 @@ def finish(result: Result) -> str:
     return "length" if result.finish_reason == "length" else "stop"
 
 
-def reply(answer: Answer) -> Response:
+def reply(body: Common, answer: Answer) -> Response:
     """Return the HTTP response of an answer: JSON, or a stream that ends with `[DONE]` unless it failed."""
-    return JSONResponse(answer) if isinstance(answer, dict) else stream(answer, data, "data: [DONE]\n\n")
+    response = JSONResponse(answer) if isinstance(answer, dict) else stream(answer, data, "data: [DONE]\n\n")
+    return with_ignored(response, body)
 
 
-async def name_ignored(response: Response, body: Common) -> Response:
+def with_ignored(response: Response, body: Common) -> Response:
     """Return a response whose header `X-Aspd-Ignored` names the keywords of schemas that the answer need not follow."""
-    if not body.has_schemas:
-        return response
-    if names := [quote(name, safe=SAFE) for name in await asyncio.to_thread(body.ignored)]:
+    if names := [quote(name, safe=SAFE) for name in body.ignored]:
         ends = accumulate(len(name) + 2 for name in names)
         shown = [name for name, end in zip(names, ends, strict=True) if end <= MAX_NAMES]
         more = [f"{len(names) - len(shown)} more"] if len(names) > len(shown) else []

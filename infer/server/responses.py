@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from functools import cached_property
 from itertools import accumulate, count
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.responses import JSONResponse, Response
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
-from infer.server.forms import Answer, Chunks, data, stream
+from infer.server.forms import Answer, Chunks, data, stream, with_ignored
 from infer.server.messages import (
     Common,
     Conversation,
@@ -20,12 +21,13 @@ from infer.server.messages import (
     Message,
     NamedSchema,
     PlainText,
+    Task,
     TopLogprobs,
-    check_calling,
+    is_approximate,
     joined,
+    schema_of,
 )
 from infer.server.neutral import FAST, REQUEST, Neutral, Strict
-from infer.server.tool_calls import Function
 from infer.server.tool_requests import (
     MAX_TOOLS,
     CallItem,
@@ -33,7 +35,7 @@ from infer.server.tool_requests import (
     FlatToolName,
     OutputItem,
     ToolMode,
-    check_results,
+    choice_of,
 )
 
 NOT_STORED = "responses are not stored; send the whole conversation as input"
@@ -108,7 +110,7 @@ class ResponsesRequest(Conversation):
         "tool_choice": Neutral(),
         "parallel_tool_calls": Neutral(),
     }
-    schema_place: ClassVar[str] = "tools[{}].parameters"
+    schema_place, format_field, id_field = "tools[{}].parameters", "text.format", "call_id"
     input: str | Annotated[list[InputItem], Field(min_length=1), FAST]
     instructions: str | None = None
     tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
@@ -134,45 +136,26 @@ class ResponsesRequest(Conversation):
         FAST,
     ] = Field(default_factory=list)
 
-    @model_validator(mode="after")
-    def _calls_are_possible(self) -> Self:
-        check_calling(self, "text.format")
-        check_results(*conversation(self.input), "call_id")
-        return self
-
     @property
-    def conversation(self) -> list[dict[str, Any]]:
+    def turns(self) -> tuple[list[dict[str, Any]], list[str]]:
         """See `Conversation`."""
+        return conversation(self.input)
+
+    @cached_property
+    def task(self) -> Task:
+        """See `Common`."""
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        return joined([*first, *conversation(self.input)[0]])
-
-    @property
-    def functions(self) -> list[Function]:
-        """See `Common`."""
-        return [tool.function for tool in self.tools]
-
-    @property
-    def limit(self) -> int | None:
-        """See `Common`."""
-        return self.max_output_tokens
-
-    @property
-    def grammar(self) -> dict[str, Any]:
-        """See `Common`."""
-        form = self.text.format
-        if form.type == "text":
-            return {}
-        return {"json_schema": form.schema_ if isinstance(form, FlatSchema) else {"type": "object"}}
-
-    @property
-    def response_form(self) -> Any:
-        """See `Common`."""
-        return self.text.format
-
-    @property
-    def alternatives(self) -> int | None:
-        """See `Common`."""
-        return self.top_logprobs or 0 if _LOGPROBS in self.include else None
+        functions, schema = [tool.function for tool in self.tools], schema_of(self.text.format)
+        return Task(
+            prompts=[joined([*first, *self.turns[0]])],
+            limit=self.max_output_tokens,
+            grammar={} if schema is None else {"json_schema": schema},
+            approximate=is_approximate(self.text.format),
+            alternatives=self.top_logprobs or 0 if _LOGPROBS in self.include else None,
+            functions=functions,
+            calling=choice_of(functions, self.tool_choice, self.parallel_tool_calls),
+            variables=self.chat_template_kwargs,
+        )
 
     @property
     def with_usage(self) -> bool:
@@ -200,7 +183,7 @@ class Translation:
             "previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "service_tier": "default",
             "status": "in_progress", "store": False, "temperature": body.temperature, "text": {"format": form},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in body.tools], "top_logprobs": body.alternatives or 0,
+            "tools": [tool.model_dump() for tool in body.tools], "top_logprobs": body.task.alternatives or 0,
             "top_p": body.top_p, "truncation": "disabled", "usage": None,
         }  # fmt: skip
 
@@ -267,8 +250,9 @@ class Translation:
 def reply_response(body: ResponsesRequest, answer: Answer) -> Response:
     """Return the HTTP response for a chat completion: JSON or a stream of events."""
     if isinstance(answer, dict):
-        return JSONResponse(respond(body, answer))
-    return stream(respond_streaming(body, answer), lambda event: f"event: {event['type']}\n{data(event)}")
+        return with_ignored(JSONResponse(respond(body, answer)), body)
+    events = respond_streaming(body, answer)
+    return with_ignored(stream(events, lambda event: f"event: {event['type']}\n{data(event)}"), body)
 
 
 def respond(body: ResponsesRequest, completion: dict[str, Any]) -> dict[str, Any]:
@@ -325,7 +309,7 @@ class _Events:
             self._translation = Translation(self._body, chunk)
             yield self.event("created", response=self.translation.begun)
             yield self.event("in_progress", response=self.translation.begun)
-            if self._body.calling is None:
+            if self._body.task.calling is None:
                 yield from self._open_message()
 
     def delta(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -220,7 +220,7 @@ def test_variables_of_the_chat_template(server: Running, monkeypatch: pytest.Mon
 def test_no_limit_as_clients_of_local_servers_ask_for_it() -> None:
     for field in ("max_tokens", "max_completion_tokens"):
         body, said = parse("chat/completions", {**CHAT, field: -1})
-        assert not said and body.limit is None
+        assert not said and body.task.limit is None
     assert parse("completions", {**TEXT, "max_tokens": -1})[1].startswith("max_tokens: expected at least 0")
 
 
