@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from aspd_jax.structure import Branch, Item, Parallel, Serial, beginning, canonical, plain_text
 from aspd_jax.tokens import TAGS, Codec
@@ -15,12 +14,12 @@ from infer.answers.events import Event
 from infer.answers.stop import first_match
 from infer.proxy.upstream import WRITE_TAGS, Upstream
 from infer.request import MAX_TITLE_TOKENS, SamplingParams
+from infer.server.deltas import merged
 from infer.server.forms import token_usage
 
 TITLE_START, TITLE_END = TAGS["title_start"], TAGS["title_end"]
 FORK, BRANCH_END = TAGS["parallel_start"], TAGS["branch_end"]
 MAX_BRANCHES = 16  # of a block; further titles are dropped
-T = TypeVar("T")
 _ANY_TAG = re.compile("|".join(map(re.escape, TAGS.values())))
 _PLAN = re.compile(r"(\d+)/(\d+) ")  # prefix of a title: its number and the number of titles
 
@@ -252,36 +251,6 @@ class Answering:
         async with aclosing(merged([grow(number, title) for number, title in enumerate(titles)])) as events:
             async for event in events:
                 yield event
-
-
-async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Run generators concurrently and yield their items as they come; an error of one, or closing, closes them all."""
-    news: asyncio.Queue[tuple[T, ...] | BaseException] = asyncio.Queue()
-
-    async def read(source: AsyncGenerator[T, None]) -> None:
-        try:
-            async with aclosing(source):
-                async for item in source:
-                    news.put_nowait((item,))
-            news.put_nowait(())
-        except BaseException as error:
-            news.put_nowait(error)
-            raise
-
-    tasks = [asyncio.create_task(read(source)) for source in sources]
-    try:
-        growing = len(tasks)
-        while growing:
-            item = await news.get()
-            if isinstance(item, BaseException):
-                raise item
-            growing -= not item
-            for one in item:
-                yield one
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def exhaust(source: AsyncGenerator[Any, None]) -> None:

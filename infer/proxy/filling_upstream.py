@@ -15,8 +15,9 @@ from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
 from infer.answers.events import Event, FilledReader
 from infer.answers.filled import END_TOKENS, Filled, HoleText, hole_text
-from infer.proxy.answering import Proxied, merged
+from infer.proxy.answering import Proxied
 from infer.proxy.upstream import UpstreamError
+from infer.server.deltas import merged
 
 MAX_BLANKS = 16  # characters of white space before a JSON value
 

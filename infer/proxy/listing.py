@@ -23,7 +23,8 @@ from aspd_jax.lists import (
 from aspd_jax.structure import Branch, Parallel, Serial
 from aspd_jax.tokens import TextCodec
 from infer.answers.events import Event
-from infer.proxy.answering import Proxied, exhaust, merged
+from infer.proxy.answering import Proxied, exhaust
+from infer.server.deltas import merged
 
 
 class ListAnswering:

@@ -8,13 +8,13 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
@@ -23,18 +23,19 @@ from aspd_jax.errors import RequestError
 from aspd_jax.progress import programs_compiled
 from aspd_jax.tool_format import read_tool_format
 from infer.answers.answer import Result
+from infer.answers.events import Event
 from infer.engine import Engine
 from infer.request import PromptTooLong, SamplingParams
 from infer.request import Request as DecodingRequest
 from infer.server.config import ServerConfig
 from infer.server.decisions import DecisionsRequest, SystemOneRequest
-from infer.server.deltas import Delta, branch_deltas, text_deltas
-from infer.server.engine_thread import Broken, Busy, EngineThread, Ticket
+from infer.server.deltas import branch_deltas, merged, text_deltas
+from infer.server.engine_thread import EngineThread, Ticket, failure
 from infer.server.forms import Answer, Chat, Chunks, Form, Text, reply, statistics, token_usage, usage
 from infer.server.guard import add_guard, while_connected
 from infer.server.messages import ChatRequest, Common, CompletionRequest, Conversation, LoadAdapter, UnloadAdapter
 from infer.server.prometheus import Metrics
-from infer.server.refusals import INVALID, Refused, add_refusals, error_body
+from infer.server.refusals import INVALID, Refused, add_refusals
 from infer.server.responses import NOT_STORED, ResponsesRequest, reply_response
 from infer.server.tool_calls import ToolCalls, ToolChoice, check_schemas
 from infer.server.tool_forms import ToolChat
@@ -49,9 +50,6 @@ POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-
-# Index of an answer, its new deltas, its number of tokens so far, and its result once it has ended.
-News: TypeAlias = tuple[int, list[Delta], int, Result | Broken | None]
 
 
 def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
@@ -282,17 +280,15 @@ class _Server:
             raise Refused(400, str(error), INVALID, code) from None
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}") from None
-        compiled_before = programs_compiled()
         stream = body.aspd.stream if body.stream else None
         details: dict[str, Any] = {
             "stream": stream, "alternatives": body.task.alternatives, "echo": body.task.echo
         }  # fmt: skip
-        tickets = self._submit([replace(request, **details) for request in requests])
+        tickets = self._thread.submit([replace(request, **details) for request in requests])
         head = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
-        deadline = time.monotonic() + self._config.timeout
         if body.stream:
-            return self._stream(body, tickets, form, head, deadline, compiled_before)
-        return await self._whole(request, body, tickets, form, head, deadline, compiled_before)
+            return self._stream(body, tickets, form, head)
+        return await self._whole(request, body, tickets, form, head)
 
     def _requests(self, body: Common, adapter: str, calls: ToolCalls | None) -> list[DecodingRequest]:
         """Return the requests of all prompts, one for each answer."""
@@ -334,151 +330,100 @@ class _Server:
             raise Refused(
                 400, str(error), INVALID, "context_length_exceeded" if isinstance(error, PromptTooLong) else None, field
             ) from None
-        tickets = self._submit([one.request for one in asked.asked])
-        results = await self._finished(request, tickets, time.monotonic() + self._config.timeout)
+        tickets = self._thread.submit([one.request for one in asked.asked])
+        results = await self._results(request, tickets)
         decisions = self._engine.read_decisions(asked, [result.scores for result in results])
         return JSONResponse(body.response(decisions, results))
 
-    def _submit(self, requests: Sequence[DecodingRequest]) -> list[Ticket]:
-        try:
-            return self._thread.submit(requests)
-        except Busy as busy:
-            kind, wait = "rate_limit_exceeded", str(busy.seconds)
-            raise Refused(429, str(busy), kind, "queue_full", headers={"Retry-After": wait}) from None
-
-    async def _finished(self, request: Request, tickets: Sequence[Ticket], deadline: float) -> list[Result]:
+    async def _results(self, request: Request, tickets: Sequence[Ticket]) -> list[Result]:
         """Return the results of tickets.
 
         Raises:
-            Refused: the time has passed, the client has disconnected, or the engine failed.
+            Refused: the client has disconnected, or see `Ticket.stream`.
         """
+
+        async def results() -> list[Result]:
+            return [await ticket.result() for ticket in tickets]
+
         try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                return await while_connected(self._results(tickets), request)
-        except TimeoutError:
-            raise Refused(504, f"no answer within {self._config.timeout:g} s", "timeout", "timeout") from None
-        except Broken:
-            raise Refused(500, "the server failed on this request", "server_error") from None
+            return await while_connected(results(), request)
         finally:
             for ticket in tickets:
-                self._thread.cancel(ticket)
+                ticket.cancelled = True
 
     async def _whole(
-        self,
-        request: Request,
-        body: Common,
-        tickets: Sequence[Ticket],
-        form: Form,
-        head: Any,
-        deadline: float,
-        compiled_before: int,
+        self, request: Request, body: Common, tickets: Sequence[Ticket], form: Form, head: Any
     ) -> dict[str, Any]:
-        finished = await self._finished(request, tickets, deadline)
-        try:
-            logprobs = [self._logprobs(form, ticket) for ticket in tickets]
-        except Broken:
-            raise Refused(500, "the server failed on this request", "server_error") from None
+        results = await self._results(request, tickets)
+        pairs = list(zip(tickets, results, strict=True))
         choices = [
-            form.choice(number, result, values)
-            for number, (result, values) in enumerate(zip(finished, logprobs, strict=True))
+            form.choice(number, result, self._logprobs(form, ticket)) for number, (ticket, result) in enumerate(pairs)
         ]
-        counted = usage(finished, body.task.choices, body.task.predicted is not None)
+        counted = usage(results, body.task.choices, body.task.predicted is not None)
         answer = {**head, "object": form.whole, "choices": choices, "usage": counted}
         if body.aspd.statistics:
-            pairs = zip(tickets, finished, strict=True)
-            answer["aspd"] = [self._extension(form, ticket, result, compiled_before) for ticket, result in pairs]
+            answer["aspd"] = [self._extension(form, *pair) for pair in pairs]
         return answer
-
-    async def _results(self, tickets: Sequence[Ticket]) -> list[Result]:
-        return [await self._result(ticket) for ticket in tickets]
-
-    async def _result(self, ticket: Ticket) -> Result:
-        async for news in ticket.stream():
-            if (result := news[-1].result) is not None:
-                if result.error:
-                    raise Refused(400, result.error)
-                return result
-        raise Broken
 
     # Streams.
 
-    async def _stream(
-        self, body: Common, tickets: Sequence[Ticket], form: Form, head: Any, deadline: float, compiled_before: int
-    ) -> Chunks:
+    async def _stream(self, body: Common, tickets: Sequence[Ticket], form: Form, head: Any) -> Chunks:
         """Yield the chunks of all answers to a request as they are decoded; the last one may be an error."""
-        news: asyncio.Queue[News] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._follow(number, t, body, news)) for number, t in enumerate(tickets)]
         head = head | {"object": form.part}
         extra: dict[str, Any] = {"usage": None} if body.with_usage else {}
+        make_deltas = branch_deltas if body.aspd.stream == "branches" else text_deltas
         results: dict[int, Result] = {}
         tokens = [0] * len(tickets)
+
+        async def numbered(number: int, ticket: Ticket) -> AsyncGenerator[tuple[int, list[Event]], None]:
+            async for events in ticket.stream():
+                yield number, events
+
         try:
             yield [
                 {**head, "choices": [choice], **extra}
                 for number in range(len(tickets))
                 for choice in form.opening(number)
             ]
-            while len(results) < len(tickets):
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                    number, deltas, tokens[number], end = await news.get()
-                if isinstance(end, Broken):
-                    raise end
-                if end is not None and end.error:
-                    yield [error_body(end.error, INVALID)]
-                    return
-                if body.with_growing_usage:
-                    prompts = sum(len(ticket.request.prompt) for ticket in tickets[:: body.task.choices])
-                    extra = {"usage": token_usage(prompts, sum(tokens))}
-                choices = [choice for delta in deltas for choice in form.delta(number, delta)]
-                if end is not None:
-                    results[number] = end
-                    logprobs = self._logprobs(form, tickets[number])
-                    choices += form.closing(number, end, logprobs)
-                events = [{**head, "choices": [choice], **extra} for choice in choices]
-                if end is not None and body.aspd.statistics:
-                    events[-1]["aspd"] = self._extension(form, tickets[number], end, compiled_before)
-                if events:
-                    yield events
+            async with aclosing(merged([numbered(*pair) for pair in enumerate(tickets)])) as news:
+                async for number, events in news:
+                    result = events[-1].result
+                    tokens[number] += sum(len(event.token_ids) for event in events if event.kind == "token")
+                    choices = [choice for delta in make_deltas(events) for choice in form.delta(number, delta)]
+                    if result is not None:
+                        results[number], tokens[number] = result, result.stats.content_tokens
+                        choices += form.closing(number, result, self._logprobs(form, tickets[number]))
+                    if body.with_growing_usage:
+                        prompts = sum(len(ticket.request.prompt) for ticket in tickets[:: body.task.choices])
+                        extra = {"usage": token_usage(prompts, sum(tokens))}
+                    chunks = [{**head, "choices": [choice], **extra} for choice in choices]
+                    if result is not None and body.aspd.statistics:
+                        chunks[-1]["aspd"] = self._extension(form, tickets[number], result)
+                    if chunks:
+                        yield chunks
             if body.with_usage:
                 finished = [results[number] for number in range(len(tickets))]
                 counted = usage(finished, body.task.choices, body.task.predicted is not None)
                 yield [{**head, "choices": [], "usage": counted}]
-        except TimeoutError:
-            yield [error_body(f"no answer within {self._config.timeout:g} s", "timeout", "timeout")]
-        except Broken:
-            yield [error_body("the server failed on this request", "server_error")]
+        except Refused as refused:
+            yield [refused.body]
+        except Exception:
+            log.exception("the stream of an answer")
+            yield [failure().body]
         finally:
             for ticket in tickets:
-                self._thread.cancel(ticket)
-            for task in tasks:
-                task.cancel()
-
-    async def _follow(self, number: int, ticket: Ticket, body: Common, news: asyncio.Queue[News]) -> None:
-        make_deltas = branch_deltas if body.aspd.stream == "branches" else text_deltas
-        tokens = 0
-        try:
-            async for events in ticket.stream():
-                result = events[-1].result
-                tokens += sum(len(event.token_ids) for event in events if event.kind == "token")
-                count = tokens if result is None else result.stats.content_tokens
-                news.put_nowait((number, make_deltas(events), count, result))
-        except Exception as error:
-            if not isinstance(error, Broken):
-                log.exception("the stream of an answer")
-            news.put_nowait((number, [], tokens, Broken()))
+                ticket.cancelled = True
 
     def _logprobs(self, form: Form, ticket: Ticket) -> Any:
-        if ticket.request.alternatives is None:
+        if ticket.request.alternatives is None or ticket.logprobs is None:
             return None
-        if ticket.logprobs is None:
-            raise Broken
         prompt = len(ticket.request.prompt) if ticket.request.echo else 0
         tokens = [token.first(ticket.request.alternatives) for token in ticket.logprobs]
         return form.logprobs(tokens, self._engine.lm.codec.text, prompt)
 
-    def _extension(self, form: Form, ticket: Ticket, result: Result, compiled_before: int) -> dict[str, Any]:
+    def _extension(self, form: Form, ticket: Ticket, result: Result) -> dict[str, Any]:
         """Return the statistics of an answer, and with log probabilities of a JSON answer those of its values."""
-        found = statistics(result, programs_compiled() - compiled_before)
+        found = statistics(result, programs_compiled() - ticket.programs)
         if ticket.logprobs is None:
             return found
         values = form.values(ticket.request, result, ticket.logprobs, self._engine.lm.codec.text)
