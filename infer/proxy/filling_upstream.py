@@ -40,22 +40,6 @@ class Progress(NamedTuple):
     final: bool
 
 
-class HoleRequest(NamedTuple):
-    """Request of a hole.
-
-    Attributes:
-        text: text around the hole.
-        prompt: token ids, lead included.
-        tokens_left: maximum tokens.
-        number: number of the hole in the order of the text.
-    """
-
-    text: HoleText
-    prompt: list[int]
-    tokens_left: int
-    number: int
-
-
 class TemplateFilling:
     """Client that fills templates on an upstream server.
 
@@ -116,7 +100,7 @@ class TemplateFilling:
             prompts = [[*context, *self._codec.encode_exactly(text.lead)] for text in texts]
             least = sum(len(ids) - len(context) for ids in prompts)
             sources = [
-                self._fill(answer, HoleRequest(text, ids, spare - least, template.holes.index(text.hole)), constrained)
+                self._fill(answer, text, ids, spare - least, template.holes.index(text.hole), constrained)
                 for text, ids in zip(texts, prompts, strict=True)
             ]
             async with aclosing(_fill_block(filled, sources, least, spare)) as states:
@@ -146,21 +130,28 @@ class TemplateFilling:
             *self._codec.encode_normalised(" " * text.spaced + value + closed),
         ]
 
-    async def _fill(self, answer: Proxied, request: HoleRequest, constrained: bool) -> AsyncGenerator[Progress, None]:
-        """Request the value of a hole, with its constraint if `constrained`, and yield its progress."""
-        hole, written, tokens, value = request.text.hole, "", 0, ""
+    async def _fill(
+        self, answer: Proxied, text: HoleText, prompt: list[int], limit: int, number: int, constrained: bool
+    ) -> AsyncGenerator[Progress, None]:
+        """Request the value of a hole and yield its progress.
+
+        Args:
+            answer: the answer.
+            text: text around the hole.
+            prompt: token ids, lead included.
+            limit: maximum tokens.
+            number: number of the hole in the order of the text.
+            constrained: whether the request has the constraint of the value.
+        """
+        hole, written, tokens, value = text.hole, "", 0, ""
         check, ended = ValueCheck(hole.schema), ""
         more = {"response_format": response_format(hole.schema)} if constrained and hole.schema is not None else {}
-        number = 2 * request.number + constrained
-        pieces = answer.ask(request.prompt, request.tokens_left, more=more, number=number)
+        pieces = answer.ask(prompt, limit, more=more, number=2 * number + constrained)
         async with aclosing(pieces):
             async for piece, reason in pieces:
-                ended, written, tokens = (
-                    reason or ended,
-                    written + piece,
-                    tokens + len(self._codec.encode_normalised(piece)),
-                )
-                value, complete = request.text.read(written, ended == "stop")
+                ended, written = reason or ended, written + piece
+                tokens += len(self._codec.encode_normalised(piece))
+                value, complete = text.read(written, ended == "stop")
                 begins = constrained or hole.schema is None or bool(value) or len(written) <= MAX_BLANKS
                 if not (begins and check.follow(value, complete)):
                     break
@@ -170,7 +161,7 @@ class TemplateFilling:
                     return
         if constrained:
             raise UpstreamError(f"{answer.upstream.config.url}: expected a value of {hole.name!r}, got {value[:40]!r}")
-        async with aclosing(self._fill(answer, request, constrained=True)) as again:
+        async with aclosing(self._fill(answer, text, prompt, limit, number, constrained=True)) as again:
             async for progress in again:
                 yield progress
 

@@ -20,7 +20,6 @@ from infer.answers.events import Event
 from infer.engine import Engine
 from infer.lockstep import Lockstep, StepCommand
 from infer.request import Request
-from infer.scheduling.handle import Handle
 from infer.server.config import ServerConfig
 from infer.server.refusals import Refused
 
@@ -37,25 +36,23 @@ def failure() -> Refused:
 
 
 class Ticket:
-    """Handle of a request and a queue of its events, which are read on the event loop that made the ticket.
+    """A request and a queue of its events, which are read on the event loop that made the ticket.
 
     Args:
         request: the request.
+        number: unique number.
         timeout: maximum seconds to the last event.
 
     Attributes:
-        request: the request.
+        request, number: see above.
         programs: number of compiled programs when the ticket was made.
-        number: unique number, once the engine's thread has the request.
-        handle: handle of the request, once it is submitted.
         logprobs: log probabilities (`Engine.logprobs`), set before `done`; None: not asked for, or they failed.
         events: new events of each chunk; None: the engine failed.
         cancelled: whether the client cancelled the request, whose row is free after the current chunk.
     """
 
-    def __init__(self, request: Request, timeout: float) -> None:
-        self.request, self.programs, self.number = request, programs_compiled(), 0
-        self.handle: Handle | None = None
+    def __init__(self, request: Request, number: int, timeout: float) -> None:
+        self.request, self.number, self.programs = request, number, programs_compiled()
         self.logprobs: list[TokenLogprob] | None = None
         self.events: asyncio.Queue[list[Event] | None] = asyncio.Queue()
         self.cancelled = False
@@ -195,7 +192,7 @@ class EngineThread:
                 message, headers = f"too many requests wait; try again in {wait} s", {"Retry-After": str(wait)}
                 raise Refused(429, message, "rate_limit_exceeded", "queue_full", headers=headers)
             self._admitted += len(requests)
-        tickets = [Ticket(request, self._config.timeout) for request in requests]
+        tickets = [Ticket(request, next(self._numbers), self._config.timeout) for request in requests]
         for ticket in tickets:
             self._inbox.put(ticket)
         return tickets
@@ -250,8 +247,6 @@ class EngineThread:
         return True
 
     def _step(self, new: list[Ticket], change: AdapterChange | None) -> None:
-        for ticket in new:
-            ticket.number = next(self._numbers)
         self._live += new
         submitted = tuple((ticket.number, ticket.request) for ticket in new)
         cancelled = tuple(ticket.number for ticket in self._live if ticket.cancelled)
@@ -260,8 +255,6 @@ class EngineThread:
             try:
                 self._lockstep.lead(StepCommand(submitted, adapter, cancelled, self._steps))
             finally:
-                for ticket in new:
-                    ticket.handle = self._lockstep.handles.get(ticket.number)
                 if change is not None:
                     change.resolve(self._lockstep.refused)
         except Exception:
@@ -269,7 +262,7 @@ class EngineThread:
                 raise
             log.exception("the engine failed; requests under way are tried one by one")
             for ticket in new:
-                if ticket.handle is None:  # the engine failed before it had the request
+                if ticket.number not in self._lockstep.handles:  # the engine failed before it had the request
                     self._forget(ticket)
                     ticket.send(None)
             self._retry_failed()
@@ -284,8 +277,8 @@ class EngineThread:
     def _retry_failed(self) -> None:
         """Retry the requests that were under way one at a time; those that fail alone end with an error."""
         for ticket in list(self._live):
-            handle = ticket.handle
-            if handle is None or not handle.failed:
+            handle = self._lockstep.handles.get(ticket.number)
+            if handle is None or not handle.failed:  # it has ended, or was not under way
                 continue
             self.engine.retry_alone(handle)
             try:
@@ -300,8 +293,7 @@ class EngineThread:
 
     def _send_events(self) -> None:
         for ticket in list(self._live):
-            handle = ticket.handle
-            assert handle is not None
+            handle = self._lockstep.handles[ticket.number]
             events, result = handle.poll(), handle.result
             if result is not None and ticket.request.alternatives is not None:
                 ticket.logprobs = self._lockstep.logprobs.get(ticket.number)
