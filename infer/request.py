@@ -352,8 +352,9 @@ class SamplingParams:
             raise RequestError(f"{' and '.join(named)}: expected one of them, got {len(named)}")
         if self.fields != "serial" and self.json_schema is None and not drafted:
             raise RequestError(f"json_schema: expected a schema for fields={self.fields!r}, got none.")
-        if self.known_text is not None and (beside := _beside(self)):
-            raise RequestError(f"{beside[0]}: expected none with a template or parallel fields, got one")
+        beside = (name for name in BESIDE_TEMPLATES if getattr(self, name) != PARAMETERS[name].default)
+        if self.known_text is not None and (name := next(beside, "")):
+            raise RequestError(f"{name}: expected none with a template or parallel fields, got one")
 
     @cached_property
     def known_text(self) -> Template | None:
@@ -399,11 +400,6 @@ class SamplingParams:
         """Return these parameters for an answer in serial mode that consists of `tokens`, the end included."""
         budget = max(1, min(len(tokens), self.max_new_tokens))
         return replace(self, script=(tokens,), max_new_tokens=budget, stop=())
-
-
-def _beside(params: SamplingParams) -> list[str]:
-    """Return the fields that are set and that a template excludes."""
-    return [name for name in BESIDE_TEMPLATES if getattr(params, name) != PARAMETERS[name].default]
 
 
 def _declared_parameters() -> dict[str, Parameter]:

@@ -208,7 +208,7 @@ class ToolCalls:
         In mode `auto` an answer is text up to the trigger of a call, which has to be completed.
         """
         form, functions = self._form, self._candidates
-        lines = [f"arguments_{number}: {arguments_rule(function)}" for number, function in enumerate(functions)]
+        lines = [f"arguments_{n}: {json_rule(function.arguments.schema)}" for n, function in enumerate(functions)]
         lines += [
             f"function_{number}: {self._literal(function.name + form.middle)} arguments_{number}"
             for number, function in enumerate(functions)
@@ -336,11 +336,6 @@ def _either(names: Sequence[str]) -> str:
 def _any(rule: str, functions: Sequence[Any]) -> str:
     """Return the alternatives of the rules of all functions."""
     return " | ".join(f"{rule}_{number}" for number in range(len(functions)))
-
-
-def arguments_rule(function: Function) -> str:
-    """Return the right side of the grammar rule for the arguments of a function."""
-    return json_rule(function.arguments.schema)
 
 
 def check_schemas(functions: Sequence[Function], where: str) -> None:
