@@ -26,10 +26,9 @@ from infer.proxy.filling_upstream import TemplateFilling
 from infer.proxy.listing import ListAnswering
 from infer.proxy.upstream import Upstream, UpstreamConfig, UpstreamError
 from infer.request import PARAMETERS, ListMode, SamplingParams
-from infer.server.config import ServerConfig
 from infer.server.deltas import branch_deltas, text_deltas
 from infer.server.forms import Answer, Chat, Chunks, reply
-from infer.server.guard import add_guard, while_connected
+from infer.server.guard import Guard, while_connected
 from infer.server.messages import ChatRequest, Common, Conversation
 from infer.server.refusals import INVALID, Refused, add_refusals
 from infer.server.responses import ResponsesRequest, reply_response
@@ -44,7 +43,7 @@ def make_app(proxy: Proxy) -> FastAPI:
         await proxy.upstream.close()
 
     app = FastAPI(title="aspd proxy", docs_url=None, redoc_url=None, lifespan=life)
-    add_guard(app, ServerConfig.max_body, ServerConfig.body_timeout)
+    app.add_middleware(Guard)
     add_refusals(app)
     app.post("/v1/chat/completions", response_model=None)(proxy.chat)
     app.post("/v1/responses", response_model=None)(proxy.respond)

@@ -18,12 +18,14 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.middleware.cors import CORSMiddleware
 
 from aspd_jax.errors import RequestError
 from aspd_jax.progress import programs_compiled
 from aspd_jax.tool_format import read_tool_format
 from infer.answers.answer import Result
 from infer.answers.events import Event
+from infer.answers.values import request_values
 from infer.engine import Engine
 from infer.request import PromptTooLong, SamplingParams
 from infer.request import Request as DecodingRequest
@@ -32,7 +34,7 @@ from infer.server.decisions import DecisionsRequest, SystemOneRequest
 from infer.server.deltas import branch_deltas, merged, text_deltas
 from infer.server.engine_thread import EngineThread, Ticket, failure
 from infer.server.forms import Answer, Chat, Chunks, Form, Text, reply, statistics, token_usage, usage
-from infer.server.guard import add_guard, while_connected
+from infer.server.guard import REQUEST_ID, Guard, while_connected
 from infer.server.messages import ChatRequest, Common, CompletionRequest, Conversation, LoadAdapter, UnloadAdapter
 from infer.server.prometheus import Metrics
 from infer.server.refusals import INVALID, Refused, add_refusals
@@ -66,7 +68,14 @@ def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     app = FastAPI(title="aspd", docs_url=None, redoc_url=None, lifespan=life)
     app.state.engine_thread = engine_thread
     server = _Server(engine, config, engine_thread, metrics)
-    add_guard(app, config.max_body, config.body_timeout, config.origins, server.check, server.count)
+    app.add_middleware(
+        Guard, max_body=config.max_body, body_timeout=config.body_timeout, check=server.check, count=server.count
+    )
+    if config.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(config.origins), allow_methods=["GET", "POST"], allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "retry-after", "x-aspd-ignored"],
+        )  # fmt: skip
     add_refusals(app)
     errors: dict[int | str, dict[str, Any]] = {
         status: {"description": what}
@@ -102,6 +111,12 @@ def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
         if "n" in fields:
             fields["n"]["anyOf"][0]["maximum"] = config.max_choices
     return app
+
+
+def _refusal(error: RequestError, param: str | None = None) -> Refused:
+    """Return the response to a request that the engine refuses; `param`: field of the request."""
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    return Refused(400, str(error), INVALID, code, param)
 
 
 class _Server:
@@ -275,9 +290,7 @@ class _Server:
         try:
             requests = await asyncio.to_thread(self._requests, body, adapter, calls)
         except RequestError as error:
-            too_long = isinstance(error, PromptTooLong)
-            code = "context_length_exceeded" if too_long else None
-            raise Refused(400, str(error), INVALID, code) from None
+            raise _refusal(error) from None
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}") from None
         stream = body.aspd.stream if body.stream else None
@@ -326,10 +339,7 @@ class _Server:
         try:
             asked = await asyncio.to_thread(self._engine.ask, *body.asked, calibration, adapter)
         except RequestError as error:
-            field = "questions" if str(error).startswith("questions") else body.input_field
-            raise Refused(
-                400, str(error), INVALID, "context_length_exceeded" if isinstance(error, PromptTooLong) else None, field
-            ) from None
+            raise _refusal(error, "questions" if str(error).startswith("questions") else body.input_field) from None
         tickets = self._thread.submit([one.request for one in asked.asked])
         results = await self._results(request, tickets)
         decisions = self._engine.read_decisions(asked, [result.scores for result in results])
@@ -426,5 +436,6 @@ class _Server:
         found = statistics(result, programs_compiled() - ticket.programs)
         if ticket.logprobs is None:
             return found
-        values = form.values(ticket.request, result, ticket.logprobs, self._engine.lm.codec.text)
+        find = form.values if isinstance(form, ToolChat) else request_values
+        values = find(ticket.request, result, ticket.logprobs, self._engine.lm.codec.text)
         return found if values is None else found | {"values": [value.to_json() for value in values]}

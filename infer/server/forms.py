@@ -7,16 +7,14 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from itertools import accumulate
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from aspd_jax.structure import to_json
 from aspd_jax.tokens import TextCodec
-from infer.answers.answer import Result, TokenLogprob, Value
-from infer.answers.values import request_values
-from infer.request import Request
+from infer.answers.answer import Result, TokenLogprob
 from infer.server.deltas import Delta
 from infer.server.messages import Common
 
@@ -119,38 +117,14 @@ def data(value: dict[str, Any]) -> str:
     return f"data: {text}\n\n"
 
 
-class Form(Protocol):
-    """Response format of an endpoint.
+class Chat:
+    """Format of chat completions.
 
     Attributes:
         prefix: prefix of the identifiers of answers.
         whole: value of `object` in a whole answer.
         part: value of `object` in a chunk.
     """
-
-    prefix: str
-    whole: str
-    part: str
-
-    def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]: ...
-
-    def opening(self, number: int) -> list[dict[str, Any]]: ...
-
-    def delta(self, number: int, delta: Delta) -> list[dict[str, Any]]: ...
-
-    def closing(self, number: int, result: Result, logprobs: Any) -> list[dict[str, Any]]: ...
-
-    def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any: ...
-
-    def values(
-        self, request: Request, result: Result, tokens: Sequence[TokenLogprob], codec: TextCodec
-    ) -> list[Value] | None:
-        """Return the values of an answer; None: it has none."""
-        return request_values(request, result, tokens, codec)
-
-
-class Chat(Form):
-    """Format of chat completions."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -180,8 +154,8 @@ class Chat(Form):
         return {"content": content, "refusal": None}
 
 
-class Text(Form):
-    """Format of completions.
+class Text:
+    """Format of completions; its attributes and methods are those of `Chat`.
 
     Args:
         prompts: texts that the answers begin with (`echo`); empty: none.
@@ -232,6 +206,9 @@ class Text(Form):
             "top_logprobs": list(map(top, tokens)),
             "text_offset": offsets,
         }
+
+
+Form: TypeAlias = Chat | Text
 
 
 def text_offsets(codec: TextCodec, ids: Sequence[int], start: int) -> list[int]:

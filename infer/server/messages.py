@@ -483,6 +483,7 @@ class Conversation(Common):
         id_field: field of the id of a call.
     """
 
+    neutral: ClassVar = Common.neutral | {"tool_choice": Neutral(), "parallel_tool_calls": Neutral()}
     format_field: ClassVar[str]
     id_field: ClassVar[str]
     tool_choice: Any = None
@@ -558,14 +559,12 @@ class ChatRequest(Completion, Conversation):
     """`POST /v1/chat/completions`."""
 
     schema_place, format_field, id_field = "tools[{}].function.parameters", "response_format", "tool_call_id"
-    neutral = Completion.neutral | {
+    neutral = {**GUIDED, **Conversation.neutral} | {
         "add_special_tokens": Neutral((False,)),
         "max_tokens": Neutral((-1,)),  # clients of local servers mean no limit
         "max_completion_tokens": Neutral((-1,)),
         "echo": Neutral((False,)),
         "top_logprobs": Neutral((0,)),
-        "tool_choice": Neutral(),
-        "parallel_tool_calls": Neutral(),
         "prediction": Neutral(),
     }
     messages: Annotated[list[ChatMessage], Field(min_length=1), FAST]

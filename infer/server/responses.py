@@ -14,7 +14,6 @@ from pydantic import Discriminator, Field, Tag
 
 from infer.server.forms import Answer, Chunks, data, stream, with_ignored
 from infer.server.messages import (
-    Common,
     Conversation,
     JsonObject,
     Limit,
@@ -93,7 +92,7 @@ InputItem = Annotated[
 class ResponsesRequest(Conversation):
     """Body of `POST /v1/responses`."""
 
-    neutral = Common.neutral | {
+    neutral = Conversation.neutral | {
         "background": Neutral((False,), reason="responses are not stored"),
         "context_management": Neutral(([],)),
         "conversation": Neutral(reason=NOT_STORED),
@@ -107,8 +106,6 @@ class ResponsesRequest(Conversation):
         "reasoning": Neutral(kinds=(dict,)),
         "response_format": Neutral(reason="the field is text.format"),
         "truncation": Neutral(("disabled",), reason="prompts are not truncated"),
-        "tool_choice": Neutral(),
-        "parallel_tool_calls": Neutral(),
     }
     schema_place, format_field, id_field = "tools[{}].parameters", "text.format", "call_id"
     input: str | Annotated[list[InputItem], Field(min_length=1), FAST]

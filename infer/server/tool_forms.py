@@ -27,7 +27,6 @@ class ToolChat(Chat):
         self._readers: dict[int, CallReader] = {}
 
     def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
-        """See `Form`."""
         reader = self._calls.reader()
         pieces = reader.read(result.text, final=True)
         text = "".join(piece.text for piece in pieces if piece.kind == "text")
@@ -38,7 +37,6 @@ class ToolChat(Chat):
         return {"index": number, "message": message, "finish_reason": reason, "logprobs": logprobs}
 
     def delta(self, number: int, delta: Delta) -> list[dict[str, Any]]:
-        """See `Form`."""
         pieces = self._reader(number).read(delta.text)
         if delta.place is None:
             return [_chunk(number, _part(piece)) for piece in pieces]
@@ -47,7 +45,6 @@ class ToolChat(Chat):
         return [_chunk(number, _part(piece) | {"aspd": delta.place}) for piece in pieces]
 
     def closing(self, number: int, result: Result, logprobs: Any) -> list[dict[str, Any]]:
-        """See `Form`."""
         reader = self._reader(number)
         rest = [_chunk(number, _part(piece)) for piece in reader.read("", final=True)]
         reason = finish_reason(reader, result)
@@ -60,7 +57,7 @@ class ToolChat(Chat):
         pieces, values, at = self._calls.reader().read(result.text, final=True), list[Value](), 0
         schemas = {function.name: function.arguments.schema for function in self._calls.functions}
         if not pieces or pieces[-1].call < 0:
-            return super().values(request, result, tokens, codec)
+            return request_values(request, result, tokens, codec)
         for call, tool in enumerate(whole_calls(pieces)):
             name, arguments = tool["function"]["name"], tool["function"]["arguments"]
             place = ("tool_calls", str(call), "function", "arguments")
