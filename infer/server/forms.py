@@ -117,6 +117,12 @@ def data(value: dict[str, Any]) -> str:
     return f"data: {text}\n\n"
 
 
+def chunk(number: int, new: dict[str, Any], delta: Delta | None = None) -> dict[str, Any]:
+    """Return a choice of a chunk of a chat completion, with the place of `delta`, from which it is made."""
+    place = {} if delta is None or delta.place is None else {"aspd": delta.place}
+    return {"index": number, "delta": new | place, "finish_reason": None}
+
+
 class Chat:
     """Format of chat completions.
 
@@ -133,11 +139,10 @@ class Chat:
         return {"index": number, "message": message, "finish_reason": finish(result), "logprobs": logprobs}
 
     def opening(self, number: int) -> list[dict[str, Any]]:
-        return [{"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
+        return [chunk(number, {"role": "assistant", "content": ""})]
 
     def delta(self, number: int, delta: Delta) -> list[dict[str, Any]]:
-        place = {} if delta.place is None else {"aspd": delta.place}
-        return [{"index": number, "delta": {"content": delta.text, **place}, "finish_reason": None}]
+        return [chunk(number, {"content": delta.text}, delta)]
 
     def closing(self, number: int, result: Result, logprobs: Any) -> list[dict[str, Any]]:
         return [{"index": number, "delta": {}, "finish_reason": finish(result), "logprobs": logprobs}]

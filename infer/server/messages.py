@@ -413,16 +413,12 @@ class Common(SamplingFields):
         Args:
             choice: number of the answer, from 0; each answer has its own random streams.
         """
-        values: dict[str, Any] = {}
-        for name, parameter in PARAMETERS.items():
-            if parameter.http is not None:
-                value = getattr(self, name)
-                values[name] = parameter.http.default if value is None else value
+        values = {name: getattr(self, name) for name, parameter in PARAMETERS.items() if parameter.http is not None}
         seed = None if self.seed is None else (self.seed + choice) % (1 << 32)
         return values | {"seed": seed, "stop": self.stop_strings}
 
     @cached_property
-    def schema(self) -> ReadSchema | None:
+    def answer_schema(self) -> ReadSchema | None:
         """Return the schema of the answer; None: it has none.
 
         Raises:
@@ -438,7 +434,7 @@ class Common(SamplingFields):
     @property
     def ignored(self) -> list[str]:
         """Return the keywords that answers need not follow: the field of each schema, and a JSON pointer."""
-        schemas = {} if self.schema is None else {"json_schema": self.schema}
+        schemas = {} if self.answer_schema is None else {"json_schema": self.answer_schema}
         if self.task.calling is not None:
             schemas |= {self.schema_place.format(n): f.arguments for n, f in enumerate(self.task.functions)}
         return [f"{place}{pointer}" for place, read in schemas.items() for pointer in read.ignored]
@@ -449,7 +445,7 @@ class Common(SamplingFields):
         Raises:
             RequestError: a schema is malformed or not supported.
         """
-        return self.task.grammar if self.schema is None else {"json_schema": self.schema.text}
+        return self.task.grammar if self.answer_schema is None else {"json_schema": self.answer_schema.text}
 
     def params(self, config: ServerConfig, choice: int) -> SamplingParams:
         """Return the parameters of an answer, without `aspd.content`, which has to be encoded.

@@ -415,6 +415,16 @@ class CallReader:
             if (self._state, len(self._buffer)) == before:
                 return [piece for piece in pieces if piece.text or piece.kind == "call"]
 
+    def read_whole(self, text: str) -> tuple[str, list[tuple[str, str]]]:
+        """Return the text of a whole answer, and the name and the arguments of each of its calls."""
+        pieces = self.read(text, final=True)
+        calls = [
+            (one.text, "".join(piece.text for piece in pieces if piece.kind == "arguments" and piece.call == one.call))
+            for one in pieces
+            if one.kind == "call"
+        ]
+        return "".join(piece.text for piece in pieces if piece.kind == "text"), calls
+
     def _read_text(self, final: bool) -> list[Piece]:
         if self._form.bare is not None and not self._begun and (head := self._form.bare.match(self._buffer)):
             self._bare = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from infer.answers.answer import Result, TokenLogprob, Value
 from infer.answers.values import answer_values, request_values
 from infer.request import Request
 from infer.server.deltas import Delta
-from infer.server.forms import Chat, finish
+from infer.server.forms import Chat, chunk, finish
 from infer.server.tool_calls import CallReader, Piece, ToolCalls
 
 
@@ -24,29 +25,26 @@ class ToolChat(Chat):
 
     def __init__(self, calls: ToolCalls) -> None:
         self._calls = calls
-        self._readers: dict[int, CallReader] = {}
+        self._readers = defaultdict[int, CallReader](calls.reader)
 
     def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
         reader = self._calls.reader()
-        pieces = reader.read(result.text, final=True)
-        text = "".join(piece.text for piece in pieces if piece.kind == "text")
+        text, called = reader.read_whole(result.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if reader.count:
-            message |= {"content": text or None, "tool_calls": whole_calls(pieces)}
+        if called:
+            message |= {"content": text or None, "tool_calls": [_call(*one) for one in called]}
         reason = finish_reason(reader, result)
         return {"index": number, "message": message, "finish_reason": reason, "logprobs": logprobs}
 
     def delta(self, number: int, delta: Delta) -> list[dict[str, Any]]:
-        pieces = self._reader(number).read(delta.text)
-        if delta.place is None:
-            return [_chunk(number, _part(piece)) for piece in pieces]
-        if not delta.text:
+        pieces = self._readers[number].read(delta.text)
+        if delta.place is not None and not delta.text:
             return super().delta(number, delta)
-        return [_chunk(number, _part(piece) | {"aspd": delta.place}) for piece in pieces]
+        return [chunk(number, _part(piece), delta) for piece in pieces]
 
     def closing(self, number: int, result: Result, logprobs: Any) -> list[dict[str, Any]]:
-        reader = self._reader(number)
-        rest = [_chunk(number, _part(piece)) for piece in reader.read("", final=True)]
+        reader = self._readers[number]
+        rest = [chunk(number, _part(piece)) for piece in reader.read("", final=True)]
         reason = finish_reason(reader, result)
         return [*rest, {"index": number, "delta": {}, "finish_reason": reason, "logprobs": logprobs}]
 
@@ -54,12 +52,11 @@ class ToolChat(Chat):
         self, request: Request, result: Result, tokens: Sequence[TokenLogprob], codec: TextCodec
     ) -> list[Value] | None:
         """Return the values of the arguments of all calls; their pointers lead to them in the message."""
-        pieces, values, at = self._calls.reader().read(result.text, final=True), list[Value](), 0
+        (_, called), values, at = self._calls.reader().read_whole(result.text), list[Value](), 0
         schemas = {function.name: function.arguments.schema for function in self._calls.functions}
-        if not pieces or pieces[-1].call < 0:
+        if not called:
             return request_values(request, result, tokens, codec)
-        for call, tool in enumerate(whole_calls(pieces)):
-            name, arguments = tool["function"]["name"], tool["function"]["arguments"]
+        for call, (name, arguments) in enumerate(called):
             place = ("tool_calls", str(call), "function", "arguments")
             if request.template is not None:  # of one call
                 return request_values(request, result, tokens, codec, place)
@@ -69,11 +66,6 @@ class ToolChat(Chat):
                 at += len(arguments)
         return values
 
-    def _reader(self, number: int) -> CallReader:
-        if number not in self._readers:
-            self._readers[number] = self._calls.reader()
-        return self._readers[number]
-
 
 def finish_reason(reader: CallReader, result: Result) -> str:
     """Return OpenAI's finish reason of an answer that may have calls."""
@@ -81,30 +73,14 @@ def finish_reason(reader: CallReader, result: Result) -> str:
     return "tool_calls" if reason == "stop" and reader.count and reader.complete == reader.count else reason
 
 
-def whole_calls(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-    """Return `tool_calls` of a whole answer."""
-    calls: list[dict[str, Any]] = []
-    for piece in pieces:
-        if piece.kind == "call":
-            calls.append(_begun(piece.text))
-        elif piece.kind == "arguments":
-            calls[piece.call]["function"]["arguments"] += piece.text
-    return calls
-
-
-def _begun(name: str) -> dict[str, Any]:
-    return {
-        "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": ""}
-    }  # fmt: skip
+def _call(name: str, arguments: str = "") -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 def _part(piece: Piece) -> dict[str, Any]:
     """Return the delta of a piece in OpenAI's form."""
     if piece.kind == "text":
         return {"content": piece.text}
-    call = _begun(piece.text) if piece.kind == "call" else {"function": {"arguments": piece.text}}
+    call = _call(piece.text) if piece.kind == "call" else {"function": {"arguments": piece.text}}
     return {"tool_calls": [{"index": piece.call, **call}]}
-
-
-def _chunk(number: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"index": number, "delta": delta, "finish_reason": None}
