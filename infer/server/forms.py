@@ -52,6 +52,15 @@ def token_usage(prompt: int, generated: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
+def response_usage(prompt: int, cached: int, generated: int) -> dict[str, Any]:
+    """Return numbers of tokens under the names of OpenAI's responses; `cached`: reused ones of the prompt."""
+    return {
+        "input_tokens": prompt, "input_tokens_details": {"cache_write_tokens": 0, "cached_tokens": cached},
+        "output_tokens": generated, "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + generated,
+    }  # fmt: skip
+
+
 def statistics(result: Result, compiled: int) -> dict[str, Any]:
     """Return the statistics and the structure of an answer.
 

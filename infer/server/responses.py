@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi.responses import JSONResponse, Response
 from pydantic import Discriminator, Field, Tag
 
-from infer.server.forms import Answer, Chunks, data, stream, with_ignored
+from infer.server.forms import Answer, Chunks, data, response_usage, stream, with_ignored
 from infer.server.messages import (
     Conversation,
     JsonObject,
@@ -230,18 +230,11 @@ class Translation:
         cut = finish == "length"
         status = "incomplete" if cut else "completed"
         yield from self._close(status, logprobs)
+        cached = usage.get("prompt_tokens_details", {"cached_tokens": 0})["cached_tokens"]
         response = self._base | {
             "status": status, "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "completed_at": None if cut else int(time.time()), "output": self._output,
-            "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {
-                    "cache_write_tokens": 0, **usage.get("prompt_tokens_details", {"cached_tokens": 0})
-                },
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["total_tokens"],
-            },
+            "usage": response_usage(usage["prompt_tokens"], cached, usage["completion_tokens"]),
         }  # fmt: skip
         yield self._event(status, response=response | more)
 
