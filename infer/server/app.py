@@ -268,7 +268,7 @@ class _Server:
             calls = await asyncio.to_thread(self._read_calls, body, body.task.calling)
         except RequestError as error:
             raise Refused(400, str(error), param="tools") from None
-        return await self._answer(request, body, ToolChat(calls), calls)
+        return await self._answer(request, body, ToolChat(calls))
 
     def _read_calls(self, body: Conversation, choice: ToolChoice) -> ToolCalls:
         lm = self._engine.lm
@@ -278,8 +278,8 @@ class _Server:
         form = read_tool_format(lm.tokenizer)
         return ToolCalls(body.task.functions, choice, form, lm.codec.text, body.constraint().get("json_schema"))
 
-    async def _answer(self, request: Request, body: Common, form: Form, calls: ToolCalls | None = None) -> Answer:
-        adapter = self._adapter(body.model)
+    async def _answer(self, request: Request, body: Common, form: Form) -> Answer:
+        adapter, calls = self._adapter(body.model), form.calls if isinstance(form, ToolChat) else None
         prompts, count, limit = body.task.prompts, body.task.choices, self._config.max_choices
         if count > limit:
             raise Refused(400, f"n: expected at most {limit} answers, got {count}", param="n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -389,7 +389,8 @@ class CallReader:
     def __init__(self, form: CallText) -> None:
         self.complete = self.count = 0
         self._form = form
-        self._buffer, self._state = "", "text"
+        self._buffer = ""
+        self._state: Callable[[bool], list[Piece]] = self._read_text  # reads what the buffer begins with
         self._begun = False  # whether text precedes the buffer
         self._depth, self._in_string, self._escaped = 0, False, False
         self._bare = False  # whether the calls are bare
@@ -408,10 +409,7 @@ class CallReader:
         pieces: list[Piece] = []
         while True:
             before = self._state, len(self._buffer)
-            pieces += {
-                "text": self._read_text, "name": self._read_name,
-                "arguments": self._read_arguments, "after": self._read_after, "end": self._read_end,
-            }[self._state](final)  # fmt: skip
+            pieces += self._state(final)
             if (self._state, len(self._buffer)) == before:
                 return [piece for piece in pieces if piece.text or piece.kind == "call"]
 
@@ -433,7 +431,7 @@ class CallReader:
         if not self._form.trigger and (self._begun or self._buffer[: max(at, 0)].strip()):
             at = -1
         if at >= 0:
-            text, self._state = self._buffer[:at].rstrip(), "name"
+            text, self._state = self._buffer[:at].rstrip(), self._read_name
             self._buffer = self._buffer[at + len(self._form.begin) :]
             return [Piece("text", text)]
         size = self._certain(final)
@@ -463,7 +461,7 @@ class CallReader:
 
     def _begin_call(self, name: str, rest: str) -> list[Piece]:
         """Begin a call; `rest`: text after its head."""
-        self._buffer, self._state, self._name, self._arguments = rest.lstrip(), "arguments", name, ""
+        self._buffer, self._state, self._name, self._arguments = rest.lstrip(), self._read_arguments, name, ""
         self._depth, self._in_string, self._escaped = 0, False, False
         self._held = name in self._earlier
         if self._held:
@@ -478,10 +476,10 @@ class CallReader:
         self._buffer = text[size:]
         ended = bool(self._arguments) and not self._depth
         if ended:
-            self._state = "after"
+            self._state = self._read_after
             value = canonical(self._arguments)
             if self._held and value in self._earlier[self._name]:
-                self._state = "end"
+                self._state = self._read_end
                 return []
             self._earlier.setdefault(self._name, set()).add(value)
         pieces = [Piece("arguments", text[:size], self.count - 1)]
@@ -513,7 +511,7 @@ class CallReader:
         rest = self._buffer[found.end() :]
         if self._bare:
             return self._begin_call(found["name"], rest)
-        self._buffer, self._state = rest, "name"
+        self._buffer, self._state = rest, self._read_name
         return []
 
     def _read_end(self, final: bool) -> list[Piece]:

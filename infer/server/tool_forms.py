@@ -19,16 +19,16 @@ from infer.server.tool_calls import CallReader, Piece, ToolCalls
 class ToolChat(Chat):
     """Format of chat completions with `tool_calls`.
 
-    Args:
+    Attributes:
         calls: the calls that an answer may have.
     """
 
     def __init__(self, calls: ToolCalls) -> None:
-        self._calls = calls
+        self.calls = calls
         self._readers = defaultdict[int, CallReader](calls.reader)
 
     def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
-        reader = self._calls.reader()
+        reader = self.calls.reader()
         text, called = reader.read_whole(result.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if called:
@@ -52,8 +52,8 @@ class ToolChat(Chat):
         self, request: Request, result: Result, tokens: Sequence[TokenLogprob], codec: TextCodec
     ) -> list[Value] | None:
         """Return the values of the arguments of all calls; their pointers lead to them in the message."""
-        (_, called), values, at = self._calls.reader().read_whole(result.text), list[Value](), 0
-        schemas = {function.name: function.arguments.schema for function in self._calls.functions}
+        (_, called), values, at = self.calls.reader().read_whole(result.text), list[Value](), 0
+        schemas = {function.name: function.arguments.schema for function in self.calls.functions}
         if not called:
             return request_values(request, result, tokens, codec)
         for call, (name, arguments) in enumerate(called):
