@@ -20,7 +20,7 @@ from infer.control.draft_text import DraftText
 from infer.control.masks import drafted, next_mask, permits, tokens_of
 from infer.control.schemas import Schemas
 from infer.proxy.answering import Proxied, exhaust
-from infer.proxy.filling_upstream import TemplateFilling
+from infer.proxy.filling_upstream import check_template, template_events
 from infer.proxy.upstream import ReadToken, UpstreamError
 from infer.request import SamplingParams
 
@@ -34,13 +34,12 @@ class ExactAnswering:
     """Decoder of answers that are drafted as a template, and then checked on the server.
 
     Args:
-        filling: client that fills templates.
         codec: codec of the checkpoint's tokenizer.
         end_ids: ids of the tokens that end an answer.
     """
 
-    def __init__(self, filling: TemplateFilling, codec: TextCodec, end_ids: Sequence[int]) -> None:
-        self._filling, self._codec, self._ends = filling, codec, frozenset(end_ids)
+    def __init__(self, codec: TextCodec, end_ids: Sequence[int]) -> None:
+        self._codec, self._ends = codec, frozenset(end_ids)
         self._schemas = Schemas(lambda: codec, end_ids, len(codec.byte_tokens.tokens))
 
     def check(self, sampling: SamplingParams) -> None:
@@ -110,12 +109,12 @@ class ExactAnswering:
         if template is None:
             return ""
         try:
-            self._filling.check(template, answer.limit)
+            check_template(answer, template)
         except RequestError:  # the answer is decoded without a draft
             return ""
         prompt = [*answer.prompt, *self._codec.encode_exactly(template.opening)]
-        drafted = Proxied(answer.upstream, prompt, answer.limit, answer.sampling)
-        await exhaust(self._filling.events(drafted, template, in_order=True))
+        drafted = Proxied(answer.upstream, answer.codec, prompt, answer.limit, answer.sampling)
+        await exhaust(template_events(drafted, template, in_order=True))
         answer.requests += drafted.requests
         return drafted.text
 

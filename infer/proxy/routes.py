@@ -20,10 +20,10 @@ from aspd_jax.template import Hole, Template
 from aspd_jax.tokens import Codec
 from aspd_jax.tool_format import uses_tools
 from infer.answers.events import Event, StopFilter
-from infer.proxy.answering import Answering, Proxied, exhaust, usage
+from infer.proxy.answering import Proxied, exhaust, tagged_events
 from infer.proxy.exact_upstream import ExactAnswering
-from infer.proxy.filling_upstream import TemplateFilling
-from infer.proxy.listing import ListAnswering
+from infer.proxy.filling_upstream import check_template, template_events
+from infer.proxy.listing import list_events
 from infer.proxy.upstream import Upstream, UpstreamConfig, UpstreamError
 from infer.request import PARAMETERS, ListMode, SamplingParams
 from infer.server.deltas import branch_deltas, text_deltas
@@ -84,11 +84,8 @@ class Proxy:
         codec = self._codec = Codec(tokenizer, titles=titles)
         tags = codec.special.ids if forks else ()
         self.upstream = Upstream(config, [str(tokenizer.convert_ids_to_tokens(end)) for end in end_ids], tags)
-        self._answering = Answering(codec, tags)
-        self._filling = TemplateFilling(codec.text)
-        self._listing = None if forks else ListAnswering(codec.text)
-        self._exact = ExactAnswering(self._filling, codec.text, end_ids)
-        self._tokenizer, self._lists = tokenizer, lists
+        self._exact = ExactAnswering(codec.text, end_ids)
+        self._tokenizer, self._forks, self._lists = tokenizer, forks, lists
         self._name, self._max_new_tokens, self._started = name, max_new_tokens, int(time.time())
 
     async def health(self) -> dict[str, str]:
@@ -127,7 +124,7 @@ class Proxy:
             await while_connected(exhaust(events), request)
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
-        whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(answer, self._codec)}
+        whole = {**head, "object": "chat.completion", "choices": [choice], "usage": answer.usage}
         return whole | ({"aspd": [self._statistics(answer)]} if body.aspd.statistics else {})
 
     def _read(self, body: Conversation) -> tuple[Proxied, AsyncGenerator[Event, None]]:
@@ -143,7 +140,7 @@ class Proxy:
         fields = body.aspd.fields or "serial"
         sampling = SamplingParams(**values, **body.constraint(), fields=fields, template=body.aspd.template)
         limit = min(body.task.limit or self._max_new_tokens, self._max_new_tokens)
-        answer = Proxied(self.upstream, prompt, limit, sampling)
+        answer = Proxied(self.upstream, self._codec, prompt, limit, sampling)
         if fields == "exact":
             self._exact.check(sampling)
             return answer, self._exact.events(answer)
@@ -153,12 +150,12 @@ class Proxy:
             template, in_order = Template([Hole("", context="", schema=str(sampling.json_schema))]), True
         if template is None:
             adaptive = body.aspd.mode == "adaptive"
-            if adaptive and self._listing and (body.aspd.lists or self._lists) == "parallel":
-                return answer, self._listing.events(answer, message_texts(messages))
-            return answer, self._answering.events(answer, adaptive, in_order)
-        self._filling.check(template, limit)
+            if adaptive and not self._forks and (body.aspd.lists or self._lists) == "parallel":
+                return answer, list_events(answer, message_texts(messages))
+            return answer, tagged_events(answer, adaptive, in_order)
+        check_template(answer, template)
         answer.prompt = [*prompt, *self._codec.text.encode_exactly(template.opening)]
-        return answer, self._filling.events(answer, template, in_order, constrained)
+        return answer, template_events(answer, template, in_order, constrained)
 
     def _encode(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> list[int]:
         if messages[-1]["role"] == "assistant":
@@ -188,7 +185,7 @@ class Proxy:
         last = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason, "logprobs": None}
         yield [{**head, "choices": [last]} | ({"aspd": self._statistics(answer)} if body.aspd.statistics else {})]
         if body.with_usage:
-            yield [{**head, "choices": [], "usage": usage(answer, self._codec)}]
+            yield [{**head, "choices": [], "usage": answer.usage}]
 
 
 def _check_support(body: Conversation) -> None:
