@@ -8,6 +8,7 @@ derived from `PARAMETERS`.
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -36,7 +37,7 @@ STRINGS, BIASES = tuple[str, ...], Mapping[Any, float]  # types of parameters th
 
 
 class Bounds(NamedTuple):
-    """Bounds of a number, by the names that pydantic's `Field` gives them; None: no bound."""
+    """Bounds of a number, by the names that `operator` and pydantic's `Field` give them; None: no bound."""
 
     ge: float | None = None
     gt: float | None = None
@@ -50,13 +51,8 @@ class Bounds(NamedTuple):
 
     def contain(self, value: float) -> bool:
         """Return whether a number is finite and within the bounds."""
-        return (
-            (isinstance(value, int) or isfinite(value))
-            and (self.ge is None or value >= self.ge)
-            and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le)
-            and (self.lt is None or value < self.lt)
-        )
+        is_finite = isinstance(value, int) or isfinite(value)
+        return is_finite and all(getattr(operator, name)(value, limit) for name, limit in self.limits.items())
 
     def __str__(self) -> str:
         highest = self.lt - 1 if self.lt is not None else self.le  # only integers have `lt`

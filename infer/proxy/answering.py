@@ -83,9 +83,9 @@ class Proxied:
         number = self.requests - 1 if number is None else number
         return self.upstream.complete(prompt, limit, stop, forbidden, sampling or self.sampling, number, more or {})
 
-    def end_before(self, stop: Sequence[str]) -> None:
+    def end_before_stop(self) -> None:
         """Truncate the answer before its first stop string, if it has one."""
-        if (match := first_match(self.text, stop)) is not None:
+        if (match := first_match(self.text, self.sampling.stop)) is not None:
             self.items, self.finish_reason = list(beginning(canonical(self.items), match.start)), "stop"
             self.tokens = None
 

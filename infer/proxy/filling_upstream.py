@@ -138,7 +138,10 @@ async def _fill(
     """
     hole, written, tokens, value = text.hole, "", 0, ""
     check, ended = ValueCheck(hole.schema), ""
-    more = {"response_format": response_format(hole.schema)} if constrained and hole.schema is not None else {}
+    more: dict[str, Any] = {}
+    if constrained and hole.schema is not None:  # in OpenAI's form, which vLLM, SGLang and `aspd serve` accept
+        schema = {"name": "value", "schema": json.loads(hole.schema)}
+        more = {"response_format": {"type": "json_schema", "json_schema": schema}}
     pieces = answer.ask(prompt, limit, more=more, number=2 * number + constrained)
     async with aclosing(pieces):
         async for piece, reason in pieces:
@@ -195,11 +198,6 @@ def _matcher(schema: str) -> Any:
     if matcher.is_error():
         raise RequestError(first_line(matcher.get_error()))
     return matcher
-
-
-def response_format(schema: str) -> dict[str, Any]:
-    """Return the constraint of a request in OpenAI's form, which vLLM, SGLang and `aspd serve` accept."""
-    return {"type": "json_schema", "json_schema": {"name": "value", "schema": json.loads(schema)}}
 
 
 async def _fill_block(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -116,7 +116,7 @@ class Proxy:
         _check_support(body)
         with _refusals():
             answer, events = await asyncio.to_thread(self._read, body)
-        events = _until(events, body.stop_strings, answer)
+        events = _until_stop(answer, events)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._name}
         if body.stream:
             return self._stream(body, events, answer, head | {"object": "chat.completion.chunk"})
@@ -223,11 +223,9 @@ def _refusals() -> Iterator[None]:
         raise Refused(400, str(error)) from None
 
 
-async def _until(
-    events: AsyncGenerator[Event, None], stop: Sequence[str], answer: Proxied
-) -> AsyncGenerator[Event, None]:
+async def _until_stop(answer: Proxied, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
     """Yield the events before the first stop string, and truncate the answer there."""
-    stop_filter = StopFilter(stop)
+    stop_filter = StopFilter(answer.sampling.stop)
     async with aclosing(events):
         async for event in events:
             for passed in stop_filter.take([event], final=False):
@@ -236,4 +234,4 @@ async def _until(
                 break
     for passed in stop_filter.take([], final=True):
         yield passed
-    answer.end_before(stop)
+    answer.end_before_stop()

@@ -217,8 +217,8 @@ class _Server:
     async def health(self) -> Response:
         """Return 200 when the server is ready: warm-up has ended and the engine runs."""
         ready = self._thread.ready.is_set()
-        now = self._thread.occupancy
-        status = {"status": "ready" if ready else "not ready", "running": now.running, "waiting": now.waiting}
+        running, waiting = self._thread.occupancy
+        status = {"status": "ready" if ready else "not ready", "running": running, "waiting": waiting}
         return JSONResponse(status, 200 if ready else 503)
 
     async def live(self) -> Response:
@@ -369,8 +369,7 @@ class _Server:
         choices = [
             form.choice(number, result, self._logprobs(form, ticket)) for number, (ticket, result) in enumerate(pairs)
         ]
-        counted = usage(results, body.task.choices, body.task.predicted is not None)
-        answer = {**head, "object": form.whole, "choices": choices, "usage": counted}
+        answer = {**head, "object": form.whole, "choices": choices, "usage": usage(body.task, results)}
         if body.aspd.statistics:
             answer["aspd"] = [self._extension(form, *pair) for pair in pairs]
         return answer
@@ -413,8 +412,7 @@ class _Server:
                         yield chunks
             if body.with_usage:
                 finished = [results[number] for number in range(len(tickets))]
-                counted = usage(finished, body.task.choices, body.task.predicted is not None)
-                yield [{**head, "choices": [], "usage": counted}]
+                yield [{**head, "choices": [], "usage": usage(body.task, finished)}]
         except Refused as refused:
             yield [refused.body]
         except Exception:

@@ -119,13 +119,6 @@ class AdapterChange(NamedTuple):
             self.done.set_result(refused)
 
 
-class Occupancy(NamedTuple):
-    """Number of running and of waiting requests."""
-
-    running: int
-    waiting: int
-
-
 class EngineThread:
     """Thread that runs an engine, with a queue of requests.
 
@@ -170,10 +163,10 @@ class EngineThread:
         self._thread.join(timeout=self._config.drain)
 
     @property
-    def occupancy(self) -> Occupancy:
+    def occupancy(self) -> tuple[int, int]:
         """Return the number of running and of waiting requests."""
         running = min(self._admitted, self.engine.max_batch)
-        return Occupancy(running, self._admitted - running)
+        return running, self._admitted - running
 
     @property
     def alive(self) -> bool:

@@ -16,7 +16,7 @@ from aspd_jax.structure import to_json
 from aspd_jax.tokens import TextCodec
 from infer.answers.answer import Result, TokenLogprob
 from infer.server.deltas import Delta
-from infer.server.messages import Common
+from infer.server.messages import Common, Task
 
 MAX_NAMES = 1000  # characters of the ignored keywords that a header names
 SAFE = "/#[]~!$&'()*+;=:@?"  # characters of a name that stand for themselves; the comma separates names
@@ -26,19 +26,18 @@ Answer: TypeAlias = dict[str, Any] | Chunks
 LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # other ends of lines are always escaped in JSON
 
 
-def usage(results: Sequence[Result], answers: int, predicted: bool) -> dict[str, Any]:
-    """Return OpenAI's usage object.
+def usage(task: Task, results: Sequence[Result]) -> dict[str, Any]:
+    """Return OpenAI's usage object, with the accepted and the rejected tokens of a prediction.
 
     Args:
-        results: results, `answers` consecutive ones for each prompt.
-        answers: number of answers per prompt.
-        predicted: whether the request has a prediction: include its accepted and rejected tokens.
+        task: the request.
+        results: its results, those of the answers to one prompt after each other.
     """
-    prompt = sum(result.stats.prompt_tokens for result in results[::answers])
-    cached = sum(result.stats.reused_tokens for result in results[::answers])
+    prompt = sum(result.stats.prompt_tokens for result in results[:: task.choices])
+    cached = sum(result.stats.reused_tokens for result in results[:: task.choices])
     generated = sum(result.stats.content_tokens for result in results)
     details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": cached}}
-    if predicted:
+    if task.predicted is not None:
         drafted, accepted = (
             sum(getattr(r.stats, f"{name}_tokens") for r in results) for name in ("drafted", "accepted")
         )
