@@ -33,14 +33,13 @@ from infer.server.config import ServerConfig
 from infer.server.decisions import DecisionsRequest, SystemOneRequest
 from infer.server.deltas import branch_deltas, merged, text_deltas
 from infer.server.engine_thread import EngineThread, Ticket, failure
-from infer.server.forms import Answer, Chat, Chunks, Form, Text, reply, statistics, token_usage, usage
+from infer.server.forms import Answer, Chat, Chunks, Form, Text, ToolChat, reply, statistics, token_usage, usage
 from infer.server.guard import REQUEST_ID, Guard, while_connected
 from infer.server.messages import ChatRequest, Common, CompletionRequest, Conversation, LoadAdapter, UnloadAdapter
 from infer.server.prometheus import Metrics
 from infer.server.refusals import INVALID, Refused, add_refusals
 from infer.server.responses import NOT_STORED, ResponsesRequest, reply_response
 from infer.server.tool_calls import ToolCalls, ToolChoice, check_schemas
-from infer.server.tool_forms import ToolChat
 
 log = logging.getLogger("aspd.server")
 OPEN = ("/", "/health", "/live")  # paths that need no key

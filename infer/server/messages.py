@@ -88,18 +88,12 @@ class JsonSchema(Strict):
 ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
 
 
-def is_approximate(form: Any) -> bool:
-    """Return whether the schema of a response format may be approximated."""
-    named = form.json_schema if isinstance(form, JsonSchema) else form
-    return isinstance(named, NamedSchema) and named.strict is False
-
-
-def schema_of(form: PlainText | JsonObject | JsonSchema | NamedSchema | None) -> dict[str, Any] | None:
-    """Return the JSON schema of a response format; None: plain text."""
+def schema_of(form: Any) -> tuple[dict[str, Any] | None, bool]:
+    """Return the JSON schema of a response format, None for plain text, and whether it may be approximated."""
     named = form.json_schema if isinstance(form, JsonSchema) else form
     if isinstance(named, NamedSchema):
-        return named.schema_
-    return {"type": "object"} if isinstance(form, JsonObject) else None
+        return named.schema_, named.strict is False
+    return {"type": "object"} if isinstance(form, JsonObject) else None, False
 
 
 class StructuredOutputs(Strict):
@@ -402,11 +396,6 @@ class Common(SamplingFields):
         """Return whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Return the strings that end the answer."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
     def sampling_values(self, choice: int = 0) -> dict[str, Any]:
         """Return the sampling parameters that have a field of their name, by name.
 
@@ -415,7 +404,7 @@ class Common(SamplingFields):
         """
         values = {name: getattr(self, name) for name, parameter in PARAMETERS.items() if parameter.http is not None}
         seed = None if self.seed is None else (self.seed + choice) % (1 << 32)
-        return values | {"seed": seed, "stop": self.stop_strings}
+        return values | {"seed": seed}
 
     @cached_property
     def answer_schema(self) -> ReadSchema | None:
@@ -538,7 +527,7 @@ class Completion(Common):
         """
         outputs = self.structured_outputs or StructuredOutputs()
         fields = {
-            "response_format": ("json_schema", schema_of(self.response_format)),
+            "response_format": ("json_schema", schema_of(self.response_format)[0]),
             "structured_outputs.json": ("json_schema", outputs.json_),
             "structured_outputs.json_object": ("json_schema", {"type": "object"} if outputs.json_object else None),
             "structured_outputs.regex": ("regex", outputs.regex),
@@ -587,7 +576,7 @@ class ChatRequest(Completion, Conversation):
             choices=self.n or 1,
             limit=self.max_completion_tokens or self.max_tokens,
             grammar=self.grammar,
-            approximate=is_approximate(self.response_format),
+            approximate=schema_of(self.response_format)[1],
             alternatives=(self.top_logprobs or 0) if self.logprobs else None,
             predicted=None if self.prediction is None else self.prediction.text,
             functions=functions,
@@ -639,7 +628,7 @@ class CompletionRequest(Completion):
             choices=self.n or 1,
             limit=self.max_tokens,
             grammar=self.grammar,
-            approximate=is_approximate(self.response_format),
+            approximate=schema_of(self.response_format)[1],
             alternatives=self.logprobs,
             echo=self.echo,
         )

@@ -22,7 +22,6 @@ from infer.server.messages import (
     PlainText,
     Task,
     TopLogprobs,
-    is_approximate,
     joined,
     schema_of,
 )
@@ -142,12 +141,12 @@ class ResponsesRequest(Conversation):
     def task(self) -> Task:
         """See `Common`."""
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        functions, schema = [tool.function for tool in self.tools], schema_of(self.text.format)
+        functions, (schema, approximate) = [tool.function for tool in self.tools], schema_of(self.text.format)
         return Task(
             prompts=[joined([*first, *self.turns[0]])],
             limit=self.max_output_tokens,
             grammar={} if schema is None else {"json_schema": schema},
-            approximate=is_approximate(self.text.format),
+            approximate=approximate,
             alternatives=self.top_logprobs or 0 if _LOGPROBS in self.include else None,
             functions=functions,
             calling=choice_of(functions, self.tool_choice, self.parallel_tool_calls),
