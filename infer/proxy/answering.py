@@ -11,7 +11,7 @@ from typing import Any
 from aspd_jax.structure import Branch, Item, Parallel, Serial, beginning, canonical, plain_text
 from aspd_jax.tokens import TAGS, Codec
 from infer.answers.events import Event
-from infer.answers.stop import first_match
+from infer.answers.stop import first_match, undecided
 from infer.proxy.upstream import Upstream
 from infer.request import MAX_TITLE_TOKENS, SamplingParams
 from infer.server.deltas import merged
@@ -324,9 +324,5 @@ def read_leads(written: str, limit: int) -> tuple[str, list[str], bool]:
 
 def _text_length(tag: str, written: str) -> int:
     """Return the length of the text before a tag, or before an ending that may become the tag."""
-    if (index := written.find(tag)) >= 0:
-        return index
-    for at in range(max(0, len(written) - len(tag) + 1), len(written)):
-        if tag.startswith(written[at:]):
-            return at
-    return len(written)
+    index = written.find(tag)
+    return len(written) - undecided(written, [tag]) if index < 0 else index

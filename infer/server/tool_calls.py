@@ -15,7 +15,7 @@ from aspd_jax.json_schema import ReadSchema, json_rule, read_schema
 from aspd_jax.template import Template
 from aspd_jax.tokens import TextCodec
 from aspd_jax.tool_format import ID, ToolFormat
-from infer.answers.stop import canonical
+from infer.answers.stop import canonical, undecided
 from infer.request import Fields, SamplingParams
 
 ID_CHARACTERS, MAX_ID = "A-Za-z0-9_-", 64  # pattern of call ids in the model's text; responses have other ids
@@ -452,8 +452,7 @@ class CallReader:
             return 0 if begin.startswith(self._buffer.lstrip()) else size
         if not self._begun and self._form.may_be_bare(self._buffer):
             return 0
-        held = next((n for n in range(min(len(trigger), size), 0, -1) if trigger.startswith(self._buffer[-n:])), 0)
-        return len(self._buffer[: size - held].rstrip())
+        return len(self._buffer[: size - undecided(self._buffer, [trigger])].rstrip())
 
     def _read_name(self, final: bool) -> list[Piece]:
         name, found, rest = self._buffer.partition(self._form.middle)
