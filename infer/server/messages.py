@@ -586,7 +586,7 @@ class ChatRequest(Completion, Conversation):
         )
 
     @model_validator(mode="after")
-    def _continues_or_begins(self) -> Self:
+    def _options_agree(self) -> Self:
         if self.continue_final_message and self.messages[-1].role != "assistant":
             role = self.messages[-1].role
             raise fault(f"expected a last message of the assistant, got one of {role}", "continue_final_message")
@@ -595,10 +595,6 @@ class ChatRequest(Completion, Conversation):
             beside = str(self.continue_final_message).lower()
             message = f"expected {expected} beside continue_final_message: {beside}, got {beside}"
             raise fault(message, "add_generation_prompt")
-        return self
-
-    @model_validator(mode="after")
-    def _alternatives_of_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise fault("expected none without logprobs: true, got one", "top_logprobs")
         return self
