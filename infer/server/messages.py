@@ -368,9 +368,9 @@ class Common(SamplingFields):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
-        task, own = self.task, self.aspd
         if self.stream_options is not None and not self.stream:
             raise fault("expected none without stream: true, got one", "stream_options")
+        task, own = self.task, self.aspd
         if own.content and (own.mode != "serial" or self.stop or task.grammar):
             raise fault("content: expected mode: serial, no stop and no response_format, got others", "aspd")
         fields, has_template = own.fields or "serial", own.template is not None
