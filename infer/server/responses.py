@@ -194,13 +194,8 @@ class Translation:
         if self._body.task.calling is None:
             yield from self._open_message()
 
-    def delta(self, delta: dict[str, Any], logprobs: Any = None) -> Iterator[dict[str, Any]]:
-        """Yield the events of a delta, or of the whole message, of the chat completion.
-
-        Args:
-            delta: the delta.
-            logprobs: log probabilities of a whole message.
-        """
+    def delta(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of a delta, or of the whole message, of the chat completion."""
         place = {name: delta[name] for name in ("aspd",) if name in delta}
         if (new := delta.get("content")) or (place and new is not None):
             if self._text is None:
@@ -209,7 +204,7 @@ class Translation:
             yield self._event("output_text.delta", **self._place, delta=new, logprobs=[], **place)
         for call in delta.get("tool_calls", ()):
             if "id" in call:
-                yield from self._close("completed", logprobs and self._before_calls(logprobs))
+                yield from self._close("completed", None)
                 self._calls.append({"id": call["id"], "function": dict(call["function"])})
                 yield from self._add(self._call("in_progress"))
                 continue
@@ -229,6 +224,8 @@ class Translation:
         cut = finish == "length"
         status = "incomplete" if cut else "completed"
         yield from self._close(status, logprobs)
+        if self._calls and self._text is not None and logprobs is not None:  # those of the text are known only now
+            self._output[0] = self._message("completed", [self._part(self._text, self._before_calls(logprobs))])
         cached = usage.get("prompt_tokens_details", {"cached_tokens": 0})["cached_tokens"]
         response = self._base | {
             "status": status, "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -318,12 +315,12 @@ def reply_response(body: ResponsesRequest, answer: Answer) -> Response:
 def respond(body: ResponsesRequest, completion: dict[str, Any]) -> dict[str, Any]:
     """Translate a whole chat completion to a response, that of the last event."""
     (choice,) = completion["choices"]
-    translation, logprobs = Translation(body, completion), choice["logprobs"]
+    translation = Translation(body, completion)
     more = {name: completion[name] for name in ("aspd",) if name in completion}
     events = [
         *translation.begin(),
-        *translation.delta(choice["message"], logprobs),
-        *translation.end(choice["finish_reason"], logprobs, completion["usage"], more),
+        *translation.delta(choice["message"]),
+        *translation.end(choice["finish_reason"], choice["logprobs"], completion["usage"], more),
     ]
     response: dict[str, Any] = events[-1]["response"]
     return response
