@@ -155,10 +155,10 @@ class CallTask:
         return self.choice == "auto" or "parallel" in self.category
 
     def _calls(self, engine: Engine) -> ToolCalls:
-        functions = []
-        for one in self.functions:
-            parameters = {"type": "object", "properties": {}} | _json_schema(one["parameters"])  # as the server has it
-            functions.append(Function(one["name"], one.get("description", "") + HINT, parameters))
+        functions = [
+            Function(one["name"], one.get("description", "") + HINT, _json_schema(one["parameters"]))
+            for one in self.functions
+        ]
         choice = ToolChoice(self.choice, parallel=self._several)
         return ToolCalls(functions, choice, read_tool_format(engine.lm.tokenizer), engine.lm.codec.text)
 

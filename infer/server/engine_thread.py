@@ -288,8 +288,7 @@ class EngineThread:
         for ticket in list(self._live):
             handle = self._lockstep.handles[ticket.number]
             events, result = handle.poll(), handle.result
-            if result is not None and ticket.request.alternatives is not None:
-                ticket.logprobs = self._lockstep.logprobs.get(ticket.number)
+            ticket.logprobs = self._lockstep.logprobs.get(ticket.number)
             if result is not None and handle.cancelled and not ticket.cancelled:
                 result = replace(result, finish_reason="error", error=REPLACED)
                 events = [Event("done", result=result)]

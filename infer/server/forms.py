@@ -43,9 +43,8 @@ def usage(task: Task, results: Sequence[Result]) -> dict[str, Any]:
     generated = sum(result.stats.content_tokens for result in results)
     details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": cached}}
     if task.predicted is not None:
-        drafted, accepted = (
-            sum(getattr(r.stats, f"{name}_tokens") for r in results) for name in ("drafted", "accepted")
-        )
+        drafted = sum(result.stats.drafted_tokens for result in results)
+        accepted = sum(result.stats.accepted_tokens for result in results)
         tokens = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
         details["completion_tokens_details"] = tokens
     return token_usage(prompt, generated) | details

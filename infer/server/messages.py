@@ -630,14 +630,13 @@ class CompletionRequest(Completion):
         )
 
 
-class LoadAdapter(Strict):
-    """`POST /v1/load_lora_adapter` in vLLM's form; the path is relative to `--adapter-folder`."""
-
-    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
-    lora_path: Annotated[str, Field(min_length=1, max_length=1024)]
-
-
 class UnloadAdapter(Strict):
     """`POST /v1/unload_lora_adapter`."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class LoadAdapter(UnloadAdapter):
+    """`POST /v1/load_lora_adapter` in vLLM's form; the path is relative to `--adapter-folder`."""
+
+    lora_path: Annotated[str, Field(min_length=1, max_length=1024)]

@@ -34,7 +34,7 @@ class Function:
     Attributes:
         name: name of the function.
         description: description for the model; empty: none.
-        parameters: JSON schema of its arguments.
+        parameters: JSON schema of its arguments; null means the default of a keyword.
         strict: refuse what grammars do not support in the schema; it is ignored otherwise (`aspd_jax.json_schema`).
     """
 
@@ -42,6 +42,10 @@ class Function:
     description: str
     parameters: Mapping[str, Any]
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        given = {key: value for key, value in self.parameters.items() if value is not None}
+        object.__setattr__(self, "parameters", {"type": "object", "properties": {}} | given)
 
     @property
     def tool(self) -> dict[str, Any]:
@@ -56,9 +60,8 @@ class Function:
 
         Arguments have only the properties that the schema names, unless it says otherwise.
         """
-        given = {key: value for key, value in self.parameters.items() if value is not None}
-        schema = {"type": "object", **given}
-        properties = schema.setdefault("properties", {}) if not _OPEN & set(schema) else None
+        schema = dict(self.parameters)
+        properties = schema["properties"] if not _OPEN & set(schema) else None
         required = schema.get("required", [])
         if isinstance(properties, dict) and isinstance(required, list) and set(map(str, required)) <= set(properties):
             schema["additionalProperties"] = False
