@@ -138,17 +138,8 @@ class CallTask:
 
     def read(self, engine: Engine, text: str) -> dict[str, Any]:
         """Return the calls of an answer, and its other text. Arguments that were cut off are a text."""
-        calls: list[dict[str, Any]] = []
-        other = ""
-        for piece in self._calls(engine).reader().read(text, final=True):
-            if piece.kind == "text":
-                other += piece.text
-            elif piece.kind == "call":
-                calls.append({piece.text: ""})
-            else:
-                name = next(iter(calls[piece.call]))
-                calls[piece.call][name] += piece.text
-        return {"calls": [{name: _object(text) for name, text in call.items()} for call in calls], "text": other}
+        other, calls = self._calls(engine).reader().read_whole(text)
+        return {"calls": [{name: _object(arguments)} for name, arguments in calls], "text": other}
 
     def right(self, values: Mapping[str, Any]) -> dict[str, bool]:
         """Return whether the calls are right: by BFCL's checker, or because there is one where there should be."""
@@ -164,10 +155,10 @@ class CallTask:
         return self.choice == "auto" or "parallel" in self.category
 
     def _calls(self, engine: Engine) -> ToolCalls:
-        functions = []
-        for one in self.functions:
-            parameters = {"type": "object", "properties": {}} | _json_schema(one["parameters"])  # as the server has it
-            functions.append(Function(one["name"], one.get("description", "") + HINT, parameters))
+        functions = [
+            Function(one["name"], one.get("description", "") + HINT, _json_schema(one["parameters"]))
+            for one in self.functions
+        ]
         choice = ToolChoice(self.choice, parallel=self._several)
         return ToolCalls(functions, choice, read_tool_format(engine.lm.tokenizer), engine.lm.codec.text)
 
