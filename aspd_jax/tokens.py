@@ -1,4 +1,4 @@
-"""The six special tokens, and the conversion of structured answers to token ids and back (protocol, section 2).
+"""Conversion of structured answers to token ids and back (protocol, section 2).
 
 Every segment between tags (serial text, title, text of a branch behind its head) is encoded separately. The ids that
 the engine samples and those that training reads are therefore equal, and every segment decodes to its exact text.
@@ -20,7 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from aspd_jax.byte_tokens import ByteTokens
 from aspd_jax.errors import StructureError, TokenizerError
-from aspd_jax.layout import Titles
+from aspd_jax.layout import TAGS, SpecialTokens, Titles
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, canonical
 
 SEPARATOR = ": "
@@ -50,33 +50,6 @@ class TitleForm:
 
 
 NAMES = TitleForm()
-
-
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Ids of the six special tokens."""
-
-    title_start: int
-    title_end: int
-    parallel_start: int
-    parallel_end: int
-    branch_start: int
-    branch_end: int
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """Return the six ids, in the order of `TAGS`."""
-        return tuple(getattr(self, name) for name in TAGS)
-
-
-TAGS = {
-    "title_start": "<|title|>",
-    "title_end": "<|/title|>",
-    "parallel_start": "<|para|>",
-    "parallel_end": "<|/para|>",
-    "branch_start": "<|branch|>",
-    "branch_end": "<|/branch|>",
-}
 
 
 def add_special_tokens(tokenizer: Any) -> SpecialTokens:
@@ -269,36 +242,21 @@ class TextCodec:
         """Return a decoder for a growing segment."""
         return TextStream(self)
 
-    def spell(self, ids: Iterable[int]) -> str:
-        """Return the spelling of ids in the vocabulary, for segments that decode to no text."""
-        return "".join(self._backend.id_to_token(int(i)) or f"<{int(i)}>" for i in ids)
+    def shown(self, ids: Iterable[int]) -> str:
+        """Return the text of a segment, or the spelling of its ids in the vocabulary if they decode to no text."""
+        return self.decode(ids) or "".join(self._backend.id_to_token(int(i)) or f"<{int(i)}>" for i in ids)
 
 
 class TextStream:
-    """Incremental decoder of a growing segment; the cost per token does not depend on the length of the segment.
-
-    Attributes:
-        text: text that `extend` decoded, a prefix of the text of the segment. The bytes of an unfinished character at
-            the end of the segment are held back.
-    """
+    """Incremental decoder of a growing segment; the cost per token does not depend on the length of the segment."""
 
     def __init__(self, codec: TextCodec) -> None:
-        self.text = ""
-        self._codec, self._count, self._ids = codec, 0, list[int]()
+        self._codec, self._ids = codec, list[int]()
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._drops_space = codec.drops_space
 
-    def extend(self, ids: Sequence[int]) -> None:
-        """Decode the new tokens of the segment, and add their text to `text`.
-
-        Args:
-            ids: all tokens of the segment; those of earlier calls are skipped.
-        """
-        self.text += self.decode(ids[self._count :])
-        self._count = max(self._count, len(ids))
-
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the next tokens of the segment, as far as it is certain."""
+        """Return the text of the next tokens of the segment; the bytes of an unfinished character are held back."""
         if not self._codec.has_spelled_bytes:
             before = self._codec.decode(self._ids)
             self._ids += ids
@@ -552,16 +510,22 @@ class Codec:
         Raises:
             StructureError: the tags are not well formed, or a branch does not start with its title.
         """
-        items: list[Item] = []
-        for item in split(tokens, self.special, self.form):
-            if isinstance(item, SerialIds):
-                items.append(Serial(self.text.decode(item.ids)))
-                continue
-            branches = []
-            for number, (title, branch, text) in enumerate(zip(item.titles, item.branches, item.texts, strict=True), 1):
+        items = split(tokens, self.special, self.form)
+        for block in (item for item in items if isinstance(item, BlockIds)):
+            for number, (title, branch) in enumerate(zip(block.titles, block.branches, strict=True), 1):
                 head = [*title, *self.form.separator]
                 if branch[: len(head)] != head:
                     raise StructureError(f"branch {number}: expected its title and separator first, got other tokens")
-                branches.append(Branch(self.text.decode(title) or self.text.spell(title), self.text.text_of(text)))
-            items.append(Parallel(branches))
-        return tuple(items)
+        return self.structure(items)
+
+    def structure(self, items: Iterable[ItemIds]) -> Structure:
+        """Return the structured answer of token ids."""
+        show, text_of = self.text.shown, self.text.text_of
+        return tuple(
+            Serial(text_of(item))
+            if isinstance(item, SerialIds)
+            else Parallel(
+                Branch(show(title), text_of(text)) for title, text in zip(item.titles, item.texts, strict=True)
+            )
+            for item in items
+        )
