@@ -18,7 +18,7 @@ from markdown_it.token import Token
 
 from aspd_jax.blocks.markers import Marker, marker_of
 from aspd_jax.blocks.regions import regions_of
-from aspd_jax.blocks.spans import BlockSpan, BranchSpan, shifted
+from aspd_jax.blocks.spans import BlockSpan, BranchSpan
 from aspd_jax.blocks.titles import titles_of
 
 _NEWLINE = re.compile(r"\r\n?|\n")  # ends of lines in the Markdown parser
@@ -87,31 +87,15 @@ def propose(answer: str) -> list[tuple[BlockSpan, ...]]:
     Blocks are in order, do not overlap, and lie in one region each. Branches adjoin. Code, tables, quotes, formulas and
     elements are never cut.
     """
-    regions = [(lines, _atoms(lines)) for lines in _regions(answer)]
+    found_regions = regions_of(answer)
+    parts = [_Lines(answer[start:end], start, found_regions.protected) for start, end in found_regions]
+    regions = [(lines, _atoms(lines)) for lines in parts]
     found: list[tuple[BlockSpan, ...]] = []
     for inner in (False, True):
-        blocks = tuple(
-            shifted(block, lines.start)
-            for lines, atoms in regions
-            if atoms
-            for block in _blocks(lines, atoms, len(lines), inner)
-        )
+        blocks = tuple(block for lines, atoms in regions if atoms for block in _blocks(lines, atoms, len(lines), inner))
         if blocks and blocks not in found:
             found.append(blocks)
     return found
-
-
-def line_starts(answer: str) -> list[int]:
-    """Return the offset of each line of an answer."""
-    ends = [found.end() for found in _NEWLINE.finditer(answer)]
-    return [0, *(end for end in ends if end < len(answer))] if answer else []
-
-
-def _regions(answer: str) -> Iterator[_Lines]:
-    """Yield the lines of each region of an answer."""
-    regions = regions_of(answer)
-    for start, end in regions:
-        yield _Lines(answer[start:end], start, [(first - start, last - start) for first, last in regions.protected])
 
 
 class _Lines:
@@ -120,7 +104,7 @@ class _Lines:
     Args:
         answer: text of the region.
         start: offset of the region in the whole answer.
-        protected: ranges of the region that are never cut, except code.
+        protected: ranges of the whole answer that are never cut, except code.
 
     Attributes:
         answer, start: see above.
@@ -135,9 +119,10 @@ class _Lines:
 
     def __init__(self, answer: str, start: int, protected: Sequence[tuple[int, int]]) -> None:
         self.answer, self.start = answer, start
-        self.starts = line_starts(answer)
+        ends = [found.end() for found in _NEWLINE.finditer(answer)]
+        self.starts = [0, *(end for end in ends if end < len(answer))] if answer else []
         self.inside, self.opaque = set[int](), set[int]()
-        for first, end in protected:
+        for first, end in ((first - start, end - start) for first, end in protected):
             line = bisect_right(self.starts, first) - 1
             if line >= 0 and not answer[self.starts[line] : first].strip():
                 self.opaque.add(line)
@@ -377,5 +362,5 @@ def _block(lines: _Lines, starts: Sequence[int], end: int) -> BlockSpan | None:
         titles, edges = titles[:-1], edges[:-1]
     if len(titles) < 2 or not all(titles):
         return None
-    spans = zip(titles, pairwise(edges), strict=True)
-    return BlockSpan(tuple(BranchSpan(title, first, after) for title, (first, after) in spans))
+    spans = zip(titles, pairwise(lines.start + edge for edge in edges), strict=True)
+    return BlockSpan(tuple(BranchSpan(title, *span) for title, span in spans))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from aspd_jax.blocks.titles import titles_of
 from aspd_jax.errors import StructureError
@@ -46,11 +46,6 @@ class BlockSpan:
     def end(self) -> int:
         """Return the offset after the last character."""
         return self.branches[-1].end
-
-
-def shifted(block: BlockSpan, offset: int) -> BlockSpan:
-    """Return a block of a part of an answer as a block of the answer, in which the part begins at `offset`."""
-    return BlockSpan(tuple(replace(b, start=b.start + offset, end=b.end + offset) for b in block.branches))
 
 
 def lead_of(answer: str, branch: BranchSpan) -> str:
