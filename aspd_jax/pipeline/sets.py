@@ -13,7 +13,6 @@ from aspd_jax.files import replacing, write_whole
 from aspd_jax.pipeline.data_config import SelectSection
 from aspd_jax.pipeline.data_report import Report
 from aspd_jax.pipeline.entries import Entry, line
-from aspd_jax.pipeline.work import Work
 
 
 class Survey:
@@ -25,8 +24,6 @@ class Survey:
 
     def add(self, entry: Entry) -> None:
         """Add a record, unless it is in neither set."""
-        if entry.refused:
-            return
         if entry.forked or entry.serial:
             self._forked[entry.number] = entry.forked
             self._groups[entry.question].append((entry.number, entry.selections[-1].measures))
@@ -48,11 +45,12 @@ class Survey:
         return ratio * kinds[True] / max(1, kinds[False]) if ratio else 1.0
 
 
-def write(work: Work, output: Path, survey: Survey, entries: Iterable[Entry]) -> Report:
+def write(select: SelectSection, source: str, output: Path, survey: Survey, entries: Iterable[Entry]) -> Report:
     """Write the sets, the rejected records and blocks, and the report, each file atomically.
 
     Args:
-        work: configuration and source.
+        select: configuration.
+        source: path or name of the records, for messages.
         output: folder of the files.
         survey: comparison of the records of all entries.
         entries: entries in the order of the source.
@@ -63,7 +61,6 @@ def write(work: Work, output: Path, survey: Survey, entries: Iterable[Entry]) ->
         The report of the run.
     """
     report = Report()
-    select = work.config.select
     others = survey.others(select.per_question)
     share = survey.share(others, select.serial_ratio)
     files = {name: output / f"{name}.jsonl" for name in ("structured", "plain", "rejected")}
@@ -78,7 +75,7 @@ def write(work: Work, output: Path, survey: Survey, entries: Iterable[Entry]) ->
             if stage:
                 handles["rejected"].write(line(entry.base | {"stage": stage, "reason": reason}))
                 if stage == "read":
-                    report.unreadable.append(f"{work.source}, line {entry.number}: {reason}")
+                    report.unreadable.append(f"{source}, line {entry.number}: {reason}")
             else:
                 handles["plain"].write(entry.plain)
                 handles["structured"].write(entry.structured)
