@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import log
 from typing import Any, Literal
 
-from aspd_jax.errors import CheckpointError, ConfigError
+from aspd_jax.errors import ConfigError
 from aspd_jax.layout import PositionScheme, Siblings, Titles, check_choice
 from aspd_jax.model.attention import DECODE_BACK_ENDS, FULL_PASS_BACK_ENDS
 
@@ -191,14 +191,9 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
     Args:
         hf: a `transformers` configuration object of fields that `formats.hf_config.check_fields` accepts.
         dtype: `float32` or `bfloat16`.
-
-    Raises:
-        CheckpointError: the dtype is not supported.
     """
     family = hf.model_type
     gemma = family == "gemma3_text"
-    if dtype not in ("float32", "bfloat16"):
-        raise CheckpointError(f"dtype: expected float32, bfloat16 or auto, got {dtype!r}")
     own = dict(getattr(hf, "aspd", None) or {})
     own["unused_tokens"] = tuple((first, end) for first, end in own.get("unused_tokens", ()))
     attention_bias = family in ("llama", "qwen3", "gemma3_text") and bool(getattr(hf, "attention_bias", False))
