@@ -7,16 +7,14 @@ the engine samples and those that training reads are therefore equal, and every 
 from __future__ import annotations
 
 import codecs
-import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from aspd_jax.byte_tokens import ByteTokens
 from aspd_jax.errors import StructureError, TokenizerError
@@ -26,8 +24,6 @@ from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, canoni
 SEPARATOR = ": "
 SPACE = "▁"  # replaces spaces in SentencePiece vocabularies
 INVALID = "\ufffd"  # replaces bytes that are no character
-_ALPHABET = {character: byte for byte, character in bytes_to_unicode().items()}
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 @dataclass(frozen=True)
@@ -105,8 +101,6 @@ class TextCodec:
         byte_ids = [self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         self._byte_ids = [i for i in byte_ids if i is not None]
         self._space_id = self._backend.token_to_id(SPACE)
-        decoder = self._backend.decoder
-        self._steps = set() if decoder is None else set(_kinds(json.loads(decoder.__getstate__())))
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a segment.
@@ -190,21 +184,16 @@ class TextCodec:
         """Return the text of a segment; special tokens are skipped, and bytes that are no character are U+FFFD."""
         tokens = [int(i) for i in ids]
         text = str(self._backend.decode(tokens, skip_special_tokens=True))
-        if INVALID in text and "ByteFallback" in self._steps:
+        if INVALID in text and self.has_byte_spellings:
             # Of a run of byte tokens that is not UTF-8, `tokenizers` replaces the valid characters, too.
-            text = self.spelled(tokens).decode(errors="replace")
+            text = self.bytes_of(tokens).decode(errors="replace")
             text = text.removeprefix(" ") if self.drops_space else text
         return text
 
-    @property
-    def has_spelled_bytes(self) -> bool:
-        """Return whether the spellings of tokens determine their bytes: byte-level BPE, or byte fallback."""
-        return not self._steps.isdisjoint(("ByteLevel", "ByteFallback"))
-
-    def spelled(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of tokens by their spellings in the vocabulary; special tokens have none."""
-        spellings = (self._backend.id_to_token(int(i)) or "" for i in ids if int(i) not in self.special_ids)
-        return b"".join(map(_alphabet_bytes if "ByteLevel" in self._steps else _fallback_bytes, spellings))
+    def bytes_of(self, ids: Iterable[int]) -> bytes:
+        """Return the bytes of tokens; special tokens have none."""
+        tokens = self.byte_tokens.tokens
+        return b"".join(tokens[i] for i in ids if i < len(tokens) and int(i) not in self.special_ids)
 
     def text_of(self, segment: SerialIds) -> str:
         """Return the text of a segment, its lead included."""
@@ -257,33 +246,14 @@ class TextStream:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the next tokens of the segment; the bytes of an unfinished character are held back."""
-        if not self._codec.has_spelled_bytes:
+        if not self._codec.has_byte_spellings:
             before = self._codec.decode(self._ids)
             self._ids += ids
             return self._codec.decode(self._ids)[len(before) :]
-        text = self._bytes.decode(self._codec.spelled(ids))
+        text = self._bytes.decode(self._codec.bytes_of(ids))
         if text and self._drops_space:
             text, self._drops_space = text.removeprefix(" "), False
         return text
-
-
-def _alphabet_bytes(token: str) -> bytes:
-    """Return the bytes of a token of a byte-level tokenizer (GPT-2), by its spelling."""
-    if all(character in _ALPHABET for character in token):
-        return bytes(_ALPHABET[character] for character in token)
-    return token.encode()
-
-
-def _fallback_bytes(token: str) -> bytes:
-    """Return the bytes of a token of a tokenizer with byte fallback (SentencePiece), by its spelling."""
-    return bytes([int(token[3:5], 16)]) if _BYTE.fullmatch(token) else token.replace(SPACE, " ").encode()
-
-
-def _kinds(decoder: dict[str, Any]) -> Iterator[str]:
-    """Yield the kinds of the steps of a decoder, given as JSON."""
-    yield decoder["type"]
-    for step in decoder.get("decoders", ()):
-        yield from _kinds(step)
 
 
 class SerialIds(NamedTuple):

@@ -138,7 +138,7 @@ def test_growing_text_is_a_prefix_of_the_whole_text(codec: Codec, numbers: list[
         assert whole.startswith(before)
         assert held == "\ufffd" * len(held) and len(held) <= 1
     known = text._backend.decode(ids)
-    if "ByteLevel" in text._steps or "\ufffd" not in known:
+    if None in byte_ids or "\ufffd" not in known:  # `tokenizers` replaces whole runs of byte tokens
         assert text.decode(ids) == known
 
 
