@@ -61,12 +61,10 @@ class Chat:
         self._variables = self._hide(variables)
         if tools:
             self._variables["tools"] = [self._hide(tool) for tool in tools]
-        self._shown = [self._placeholder(number, message) for number, message in enumerate(messages)]
-
-    def _placeholder(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        if is_answer(message):
-            return {"role": "assistant", "content": self._mark(number)}
-        return self._hide(message)
+        self._shown = [
+            {"role": "assistant", "content": self._mark(number)} if is_answer(message) else self._hide(message)
+            for number, message in enumerate(messages)
+        ]
 
     def _hide(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields with placeholders for the special tokens that they spell, nested strings included."""

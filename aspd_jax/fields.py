@@ -14,7 +14,7 @@ from types import NoneType
 from typing import Any
 
 from aspd_jax.errors import RequestError
-from aspd_jax.json_schema import DEFINITIONS, PLACES, is_unsatisfiable, resolve
+from aspd_jax.json_schema import DEFINITIONS, PLACES, compile_error, resolve
 from aspd_jax.template import Hole, Part, Template
 
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "x-after"}
@@ -299,7 +299,8 @@ def _definitions(schema: Any, root: Any) -> dict[str, dict[str, Any]]:
 def _fits_no_value(schema: str) -> bool:
     """Return whether no value satisfies the schema of a leaf; other errors appear when the leaf is compiled."""
     value = json.loads(schema)
-    return value is False or (isinstance(value, dict) and is_unsatisfiable(value))
+    error = compile_error(value) if isinstance(value, dict) else None
+    return value is False or (error or "").startswith("Unsatisfiable schema")
 
 
 def listed_values(schema: Any, path: Sequence[str]) -> tuple[str, ...]:

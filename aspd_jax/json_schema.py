@@ -152,11 +152,6 @@ def compile_error(schema: Mapping[str, Any]) -> str | None:
         raise RequestError(TOO_SLOW) from None
 
 
-def is_unsatisfiable(schema: Mapping[str, Any]) -> bool:
-    """Return whether no value satisfies a read schema."""
-    return (compile_error(schema) or "").startswith("Unsatisfiable schema")
-
-
 @lru_cache(maxsize=1)
 def _pool() -> ThreadPoolExecutor:
     """Return the threads that compile schemas; a schema that takes too long holds one of them, and no caller."""

@@ -15,10 +15,9 @@ from zlib import crc32
 
 from aspd_jax.blocks.checks import asked_for, find_defect, find_dependence, repetition
 from aspd_jax.blocks.extract import propose
-from aspd_jax.blocks.leads import with_leads
 from aspd_jax.blocks.measures import Count, Measures, best, measure, saved
 from aspd_jax.blocks.regions import regions_of
-from aspd_jax.blocks.spans import BlockSpan, structure_of
+from aspd_jax.blocks.spans import BlockSpan, structure_of, with_leads
 from aspd_jax.errors import StructureError
 from aspd_jax.pipeline.data_config import SelectSection
 from aspd_jax.sources import Conversation, Unreadable

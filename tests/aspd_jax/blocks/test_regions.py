@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from aspd_jax.blocks.checks import find_defect
 from aspd_jax.blocks.extract import propose
-from aspd_jax.blocks.leads import with_leads
 from aspd_jax.blocks.measures import estimate_tokens
 from aspd_jax.blocks.regions import regions_of
-from aspd_jax.blocks.spans import BlockSpan, BranchSpan
+from aspd_jax.blocks.spans import BlockSpan, BranchSpan, with_leads
 from aspd_jax.errors import StructureError
 from aspd_jax.pipeline import entries
 from aspd_jax.pipeline.data_config import SelectSection
