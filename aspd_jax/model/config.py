@@ -77,8 +77,7 @@ class ModelConfig:
         feed_forward_bias: bias on the projections of the feed-forward layers.
         query_norm: RMS norm on each head of queries and keys (Qwen3).
         tied: whether the head uses the kernel of the embedding.
-        window: sliding window in positions, or None.
-        windowed_layers: one flag per layer, true if the layer uses the window.
+        windows: sliding window of each layer in positions; None: the layer has none. Empty: no layer has one.
         positions, siblings: position scheme and mask (protocol, sections 3 and 4).
         titles: form of the titles (protocol, section 2).
         dtype: dtype of activations and parameters: `float32` or `bfloat16`. Norms, softmax and logits are float32.
@@ -117,8 +116,7 @@ class ModelConfig:
     feed_forward_bias: bool = False
     query_norm: bool = False
     tied: bool = False
-    window: int | None = None
-    windowed_layers: tuple[bool, ...] = ()
+    windows: tuple[int | None, ...] = ()
     positions: PositionScheme = "sequential"
     siblings: Siblings = "invisible"
     titles: Titles = "names"
@@ -161,11 +159,7 @@ class ModelConfig:
 
     def layer_window(self, layer: int) -> int | None:
         """Return the sliding window of one layer in positions, or None."""
-        return self.window if self.is_windowed(layer) else None
-
-    def is_windowed(self, layer: int) -> bool:
-        """Return whether a layer uses the sliding window."""
-        return bool(self.windowed_layers) and self.windowed_layers[layer]
+        return self.windows[layer] if self.windows else None
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -174,7 +168,7 @@ class ModelConfig:
 
     def layer_rope(self, layer: int) -> int:
         """Return the index in `ropes` of the rotary embedding of one layer."""
-        return int(self.window_rope is not None and self.is_windowed(layer))
+        return int(self.window_rope is not None and self.layer_window(layer) is not None)
 
 
 def padded(config: ModelConfig) -> ModelConfig:
@@ -198,14 +192,12 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
     own["unused_tokens"] = tuple((first, end) for first, end in own.get("unused_tokens", ()))
     attention_bias = family in ("llama", "qwen3", "gemma3_text") and bool(getattr(hf, "attention_bias", False))
     layers = hf.num_hidden_layers
-    window = getattr(hf, "sliding_window", None)
+    window = None if family == "llama" else getattr(hf, "sliding_window", None)
     types = getattr(hf, "layer_types", None)
-    if family == "llama" or window is None:
-        window, windowed = None, ()
-    elif types is not None and family != "mistral":  # Mistral uses the window in all layers
-        windowed = tuple(kind == "sliding_attention" for kind in types)
+    if types is None or family == "mistral":  # Mistral uses the window in all layers
+        windows = (window,) * layers
     else:
-        windowed = (True,) * layers
+        windows = tuple(window if kind == "sliding_attention" else None for kind in types)
     return ModelConfig(
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
@@ -227,8 +219,7 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
         feed_forward_bias=family == "llama" and bool(getattr(hf, "mlp_bias", False)),
         query_norm=gemma or family == "qwen3",
         tied=bool(hf.tie_word_embeddings),
-        window=window if any(windowed) else None,
-        windowed_layers=windowed if any(windowed) else (),
+        windows=() if set(windows) == {None} else windows,
         **own,
         dtype=dtype,
     )
