@@ -61,11 +61,6 @@ class BlockSpan:
         return self.branches[-1].end
 
 
-def lead_of(answer: str, branch: BranchSpan) -> str:
-    """Return the lead of a branch; empty if its title is a name."""
-    return answer[branch.start : branch.start + branch.lead]
-
-
 def structure_of(answer: str, blocks: Sequence[BlockSpan]) -> Structure:
     """Return the structured answer; its plain text is always the answer.
 
@@ -87,7 +82,8 @@ def structure_of(answer: str, blocks: Sequence[BlockSpan]) -> Structure:
                     f"branch {branch.title!r}: expected one or more characters from {place} on, "
                     f"got {branch.start} to {branch.end} of {len(answer)}"
                 )
-            branches.append(Branch(lead_of(answer, branch) or branch.title, answer[branch.start : branch.end]))
+            text = answer[branch.start : branch.end]
+            branches.append(Branch(text[: branch.lead] or branch.title, text))
             place = branch.end
         items.append(Parallel(branches))
     if place < len(answer):
