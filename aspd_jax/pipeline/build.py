@@ -6,7 +6,6 @@ are written when all have ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import lru_cache
 from hashlib import sha256
@@ -22,7 +21,7 @@ from aspd_jax.journal import append, open_journal, resume
 from aspd_jax.pipeline.data_config import DataConfig, SelectSection
 from aspd_jax.pipeline.data_report import Report
 from aspd_jax.pipeline.entries import Entry, entry_of
-from aspd_jax.pipeline.sets import Survey, write
+from aspd_jax.pipeline.sets import write
 from aspd_jax.progress import Bar, waiting
 from aspd_jax.sources import read_records
 
@@ -52,19 +51,14 @@ def build(config: DataConfig, source: str, output: Path, progress: bool = True) 
     with writing(output), exclusive(journal):  # other processes with this journal wait
         with waiting(f"reading {source}", progress):
             total, settings = _read_source(select, source)
-        survey, done = Survey(), 0
-        for entry in _entries(journal, settings):
-            survey.add(entry)
-            done += 1
+        done = sum(1 for _ in resume(journal, settings))
         records = islice(read_records(source), done, None)
         bar = Bar(total=total, initial=done, desc="records", unit="record", disable=not progress)
         with open_journal(journal, settings) as log, bar:
             while entries := [entry_of(select, count, record) for record in islice(records, CHUNK)]:
                 append(log, *entries)
-                for entry in entries:
-                    survey.add(entry)
                 bar.update(len(entries))
-        report = write(select, source, output, survey, _entries(journal, settings))
+        report = write(select, source, output, lambda: map(Entry.from_json, resume(journal, settings)))
         journal.unlink()
     return report
 
@@ -77,11 +71,6 @@ def _read_source(select: SelectSection, source: str) -> tuple[int, dict[str, Any
         total += 1
     settings = {f"select.{name}": value for name, value in asdict(select).items()}
     return total, settings | {"source": content.hexdigest(), "version": __version__}
-
-
-def _entries(journal: Path, settings: dict[str, Any]) -> Iterator[Entry]:
-    """Return the entries of a journal."""
-    return map(Entry.from_json, resume(journal, settings))
 
 
 def _counter(folder: str) -> Count:
