@@ -341,32 +341,24 @@ def split(
     cursor = 0  # index of the first token that is not parsed yet
     at = 0  # index into tags
 
-    def take(expected: int) -> int:
-        nonlocal at
-        if at == len(tags):
-            raise StructureError(f"token {len(ids)}: expected {names[expected]}, got the end of the answer")
-        place, tag = tags[at]
-        if tag != expected:
-            raise StructureError(f"token {place}: expected {names[expected]}, got {names[tag]}")
-        at += 1
-        return place
+    def peek() -> tuple[int, int | None]:
+        return tags[at] if at < len(tags) else (len(ids), None)
 
-    def take_adjacent(expected: int) -> None:
-        nonlocal cursor
-        place = take(expected)
-        if place != cursor:
+    def take(expected: int, after_text: bool = False) -> list[int]:
+        """Move behind the next tag, and return the tokens before it."""
+        nonlocal at, cursor
+        place, tag = peek()
+        if tag != expected:
+            found = "the end of the answer" if tag is None else names[tag]
+            raise StructureError(f"token {place}: expected {names[expected]}, got {found}")
+        if place != cursor and not after_text:
             raise StructureError(f"token {cursor}: expected {names[expected]}, got text")
-        cursor = place + 1
+        text, at, cursor = ids[cursor:place], at + 1, place + 1
+        return text
 
     def take_segment(start: int, end: int) -> list[int]:
-        nonlocal cursor
-        take_adjacent(start)
-        place = take(end)
-        segment, cursor = ids[cursor:place], place + 1
-        return segment
-
-    def peek() -> int:
-        return tags[at][1] if at < len(tags) else -1
+        take(start)
+        return take(end, after_text=True)
 
     while at < len(tags):
         if tags[at][0] > cursor:
@@ -375,14 +367,14 @@ def split(
         titles: list[list[int]] = []
         branches: list[list[int]] = []
         number = take_segment(special.title_start, special.title_end) if form.leads else []
-        while not titles or peek() == special.title_start:
+        while not titles or peek()[1] == special.title_start:
             titles.append(take_segment(special.title_start, special.title_end))
             if not titles[-1]:
                 raise StructureError(f"token {cursor - 1}: expected a title, got none")
-        take_adjacent(special.parallel_start)
-        while peek() == special.branch_start:
+        take(special.parallel_start)
+        while peek()[1] == special.branch_start:
             branches.append(take_segment(special.branch_start, special.branch_end))
-        take_adjacent(special.parallel_end)
+        take(special.parallel_end)
         if not branches or (paired and (len(titles) < 2 or len(titles) != len(branches))):
             raise StructureError(
                 f"token {cursor - 1}: expected two or more titles and as many branches, "
