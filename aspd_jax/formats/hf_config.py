@@ -289,8 +289,8 @@ def check_fields(source: str, config: Mapping[str, Any]) -> None:
         if name in known:
             if value is not None and not known[name].accepts(value):
                 raise CheckpointError(f"{source}: {name}: expected {known[name].expected}, got {_shown(value)}")
-        elif not _is_neutral(name, value, family):
-            raise CheckpointError(f"{source}: {_refusal(name, value, family)}")
+        elif refusal := _refusal(name, value, family):
+            raise CheckpointError(f"{source}: {refusal}")
     for name in NEEDED:
         if name in known and name in config and config[name] is None:
             raise CheckpointError(f"{source}: {name}: expected {known[name].expected}, got null")
@@ -305,27 +305,22 @@ def check_fields(source: str, config: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{source}: aspd.{name}: expected {RANGES.expected}, got {_shown(value)}")
 
 
-def _is_neutral(name: str, value: Any, family: str) -> bool:
-    """Return whether a field that is not read has no effect."""
+def _refusal(name: str, value: Any, family: str) -> str | None:
+    """Return why a field that is not read is refused; None: it has no effect."""
     if name in NEUTRAL_VALUES or name in QUERY_NORM:
         expected = family in WITH_QUERY_NORM if name in QUERY_NORM else NEUTRAL_VALUES[name]
-        return value is None or ((_is_number(value) or isinstance(value, bool)) and value == expected)
+        if value is None or ((_is_number(value) or isinstance(value, bool)) and value == expected):
+            return None
+        models = f" in {family} models" if name in QUERY_NORM else ""
+        return f"{name}: expected {_shown(expected)}{models}, got {_shown(value)}"
     if name in NEUTRAL or name in NEUTRAL_IN_FAMILY.get(family, ()) or name.endswith(NEUTRAL_ENDINGS):
-        return True
-    return name.startswith("_") or not value  # private to transformers, or null, false, 0 or empty
-
-
-def _refusal(name: str, value: Any, family: str) -> str:
+        return None
+    if name.startswith("_") or not value:  # private to transformers, or null, false, 0 or empty
+        return None
     if name == "quantization_config":
         method = value.get("quant_method") if isinstance(value, Mapping) else value
         return f"{name}: expected none, got quant_method {method!r}. Use a checkpoint in float32 or bfloat16."
-    if name in QUERY_NORM:
-        expected = f"{str(family in WITH_QUERY_NORM).lower()} in {family} models"
-    elif name in NEUTRAL_VALUES:
-        expected = _shown(NEUTRAL_VALUES[name])
-    else:
-        expected = f"a {family} model without it"
-    return f"{name}: expected {expected}, got {_shown(value)}"
+    return f"{name}: expected a {family} model without it, got {_shown(value)}"
 
 
 def _shown(value: Any) -> str:
