@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import log
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import PositionScheme, Siblings, Titles, check_choice
@@ -19,6 +19,13 @@ FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+}
+# Fields of a rotary embedding, and their names in `RopeConfig`, which has the defaults.
+ROPE_NUMBERS = {
+    "low_freq_factor": "low_frequency",
+    "high_freq_factor": "high_frequency",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
 }
 OWN_FIELDS = ("positions", "siblings", "titles", "unused_tokens")  # fields of the object `aspd` in config.json
 VOCABULARY_MULTIPLE = 1024  # divisible by a tensor axis of 8 devices with 128 lanes each
@@ -228,31 +235,19 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
 def _rope(hf: Any, layers: str) -> RopeConfig:
     """Read the rotary embedding of one kind of layers (`full_attention` or `sliding_attention`)."""
     values = hf.rope_parameters.get(layers, hf.rope_parameters)
-    theta, kind = float(values.get("rope_theta") or 10000.0), rope_kind(values)
-    length = int(values.get("original_max_position_embeddings") or hf.max_position_embeddings)
+    theta, kind = float(values.get("rope_theta") or 10000.0), cast(RopeScaling, rope_kind(values))
     if kind == "default":
         return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, scaling="linear", factor=float(values["factor"]))
-    if kind == "llama3":
-        return RopeConfig(
-            theta=theta,
-            scaling="llama3",
-            factor=float(values["factor"]),
-            original_length=length,
-            low_frequency=float(values["low_freq_factor"]),
-            high_frequency=float(values["high_freq_factor"]),
-        )
+    length = int(values.get("original_max_position_embeddings") or hf.max_position_embeddings)
     factor = float(values.get("factor") or hf.max_position_embeddings / length)
     return RopeConfig(
         theta=theta,
-        scaling="yarn",
+        scaling=kind,
         factor=factor,
         original_length=length,
-        beta_fast=float(values.get("beta_fast") or 32),
-        beta_slow=float(values.get("beta_slow") or 1),
         truncate=bool(values.get("truncate", True)),
-        attention_factor=_yarn_attention_factor(values, factor),
+        attention_factor=_yarn_attention_factor(values, factor) if kind == "yarn" else 1.0,
+        **{name: float(values[key]) for key, name in ROPE_NUMBERS.items() if values.get(key)},
     )
 
 
