@@ -184,7 +184,7 @@ class TextCodec:
         """Return the text of a segment; special tokens are skipped, and bytes that are no character are U+FFFD."""
         tokens = [int(i) for i in ids]
         text = str(self._backend.decode(tokens, skip_special_tokens=True))
-        if INVALID in text and self.has_byte_spellings:
+        if INVALID in text and self._byte_ids and self.has_byte_spellings:
             # Of a run of byte tokens that is not UTF-8, `tokenizers` replaces the valid characters, too.
             text = self.bytes_of(tokens).decode(errors="replace")
             text = text.removeprefix(" ") if self.drops_space else text
