@@ -80,7 +80,10 @@ def fields_template(schema: str | Mapping[str, Any]) -> Template | None:
         RequestError: `x-after` that is no list of known names, or has a cycle.
     """
     root = json.loads(schema) if isinstance(schema, str) else schema
-    tree = _tree(root)
+    try:
+        tree = _node(root, root, (), (), _Room()) if _is_self_contained(root) else Node(())
+    except _TooLarge:
+        return None
     leaves = [leaf.name for leaf in tree.leaves]
     if tree.members is None or not leaves or len(set(leaves)) < len(leaves):
         return None
@@ -90,14 +93,6 @@ def fields_template(schema: str | Mapping[str, Any]) -> Template | None:
     except RequestError as error:
         raise RequestError(f"json_schema: {error}") from None
     return template if len(leaves) > 1 else None
-
-
-def _tree(root: Any) -> Node:
-    """Return the node of a whole schema; a leaf if it has to stay whole."""
-    try:
-        return _node(root, root, (), (), _Room()) if _is_self_contained(root) else Node((), schema=root)
-    except _TooLarge:
-        return Node((), schema=root)
 
 
 class _TooLarge(Exception):

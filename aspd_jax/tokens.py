@@ -115,10 +115,9 @@ class TextCodec:
                     return ids
             if self._space_id is not None and len(self._byte_ids) == 256:
                 # Characters with a special meaning in the vocabulary (such as U+2581) are exact only as bytes.
-                for dropped in ([self._space_id], []):
-                    ids = [*dropped, *(self._byte_ids[byte] for byte in text.encode())]
-                    if self.decode(ids) == text:
-                        return ids
+                ids = [*[self._space_id] * self.drops_space, *(self._byte_ids[byte] for byte in text.encode())]
+                if self.decode(ids) == text:
+                    return ids
         except (UnicodeEncodeError, TypeError):
             raise TokenizerError(f"text: expected Unicode text, got {text[:60]!r}") from None
         raise TokenizerError(
