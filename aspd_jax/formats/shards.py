@@ -115,11 +115,7 @@ def list_tensors(file: Path) -> dict[str, Stored]:
 
 def text_part(places: Mapping[str, Stored]) -> tuple[dict[str, Stored], int]:
     """Return the tensors of a model's text part with the names of a text model, and the number of other tensors."""
-    text: dict[str, Stored] = {}
-    for name, stored in places.items():
-        if name.startswith(IMAGE_PART):
-            continue
-        text[text_name(name)] = stored
+    text = {text_name(name): stored for name, stored in places.items() if not name.startswith(IMAGE_PART)}
     return text, len(places) - len(text)
 
 
