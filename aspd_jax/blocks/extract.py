@@ -224,30 +224,22 @@ def _part_marker(line: str) -> Marker | None:
 def _blocks(lines: _Lines, atoms: Sequence[_Atom], end: int, inner: bool) -> Iterator[BlockSpan]:
     """Yield the blocks of atoms that end at line `end`; `inner`: prefer blocks within parts."""
     runs = _outermost(_runs(lines, atoms), len(atoms))
+    starts = [*(atom.start for atom in atoms), end]
     place = 0
     for run in [*runs, None]:
         # Text between two runs may contain a list of its own, such as that in the only item of a list.
-        for atom_place in range(place, run.heads[0] if run else len(atoms)):
-            after = atoms[atom_place + 1].start if atom_place + 1 < len(atoms) else end
-            if atoms[atom_place].children:
-                yield from _blocks(lines, atoms[atom_place].children, after, inner)
+        for between in range(place, run.heads[0] if run else len(atoms)):
+            yield from _blocks(lines, atoms[between].children, starts[between + 1], inner)
         if run is None:
             return
         place = run.end
-        parts = [*run.heads, run.end]
         nested: list[BlockSpan] = []
-        last = atoms[run.end].start if run.end < len(atoms) else end
-        for first, after in pairwise(parts) if inner else ():
-            limit = atoms[after].start if after < len(atoms) else end
-            children = atoms[first].children
-            own_end = atoms[first + 1].start if first + 1 < after else limit
-            nested += _blocks(lines, children, own_end, inner)
-            nested += _blocks(lines, atoms[first + 1 : after], limit, inner)
+        for first, after in pairwise([*run.heads, run.end]) if inner else ():
+            nested += _blocks(lines, atoms[first].children, starts[first + 1], inner)
+            nested += _blocks(lines, atoms[first + 1 : after], starts[after], inner)
         if nested:
             yield from nested
-            continue
-        starts = [atoms[head].start for head in run.heads]
-        if block := _block(lines, starts, last):
+        elif block := _block(lines, [starts[head] for head in run.heads], starts[run.end]):
             yield block
 
 
@@ -259,7 +251,7 @@ def _runs(lines: _Lines, atoms: Sequence[_Atom]) -> list[_Run]:
         for place, atom in enumerate(atoms):
             if atom.family != family:
                 continue
-            if current and not _follows(lines, atoms, current, place):
+            if current and not _follows(atoms, current, place):
                 found.append(_run(lines, atoms, current))
                 current = []
             current.append(place)
@@ -267,7 +259,7 @@ def _runs(lines: _Lines, atoms: Sequence[_Atom]) -> list[_Run]:
     return [run for run in found if run is not None]
 
 
-def _follows(lines: _Lines, atoms: Sequence[_Atom], current: Sequence[int], place: int) -> bool:
+def _follows(atoms: Sequence[_Atom], current: Sequence[int], place: int) -> bool:
     """Return whether an atom continues the list whose parts so far are `current`."""
     before, here = atoms[current[-1]], atoms[place]
     between = atoms[current[-1] + 1 : place]
