@@ -223,7 +223,7 @@ def _part_marker(line: str) -> Marker | None:
 
 def _blocks(lines: _Lines, atoms: Sequence[_Atom], end: int, inner: bool) -> Iterator[BlockSpan]:
     """Yield the blocks of atoms that end at line `end`; `inner`: prefer blocks within parts."""
-    runs = _outermost(_runs(lines, atoms), len(atoms))
+    runs = _outermost(_runs(lines, atoms))
     starts = [*(atom.start for atom in atoms), end]
     place = 0
     for run in [*runs, None]:
@@ -302,8 +302,9 @@ def _run(lines: _Lines, atoms: Sequence[_Atom], heads: Sequence[int]) -> _Run | 
             end += 1
         return _Run(tuple(heads), end)
     # The last part may be as long as its shortest sibling, counted in Markdown blocks.
-    allowed = min(len(_nodes(atoms, first, after)) for first, after in pairwise(heads)) - 1
-    if _last_text(lines, atoms[end].start if end < len(atoms) else len(lines)).endswith((":", "：")):
+    allowed = min(len({atom.node for atom in atoms[first + 1 : after]}) for first, after in pairwise(heads))
+    begun = lines.answer[: lines.offset(following[0].start if following else len(lines))]
+    if begun.rstrip().endswith((":", "：")):
         allowed = max(allowed, 1)
     taken: set[int] = set()
     for atom in following:
@@ -318,28 +319,15 @@ def _run(lines: _Lines, atoms: Sequence[_Atom], heads: Sequence[int]) -> _Run | 
     return _Run(tuple(heads), end)
 
 
-def _last_text(lines: _Lines, end: int) -> str:
-    """Return the last non-empty line before line `end`."""
-    while end > 1 and not lines.text(end - 1):
-        end -= 1
-    return lines.text(end - 1)
-
-
-def _nodes(atoms: Sequence[_Atom], first: int, after: int) -> set[int]:
-    """Return the Markdown blocks of a part; the atom that begins it counts as a separate block."""
-    return {-1, *(atom.node for atom in atoms[first + 1 : after])}
-
-
-def _outermost(runs: Sequence[_Run], count: int) -> list[_Run]:
+def _outermost(runs: Sequence[_Run]) -> list[_Run]:
     """Return runs that do not overlap, preferring longer runs."""
-    taken = [False] * count
+    taken: set[int] = set()
     chosen = []
     for run in sorted(runs, key=lambda run: (run.heads[0] - run.end, -len(run.heads), run.heads[0])):
         place = range(run.heads[0], run.end)
-        if not any(taken[atom] for atom in place):
+        if taken.isdisjoint(place):
             chosen.append(run)
-            for atom in place:
-                taken[atom] = True
+            taken.update(place)
     return sorted(chosen)
 
 
