@@ -432,26 +432,21 @@ class Codec:
             StructureError: titles are leads, and the text of a branch does not begin with its own.
         """
         special, encode = self.special, self.text.encode_normalised
-        tokens: list[int] = []
-        fed: list[bool] = []
-
-        def put(ids: Iterable[int], is_fed: bool = False) -> None:
-            before = len(tokens)
-            tokens.extend(ids)
-            fed.extend([is_fed] * (len(tokens) - before))
-
+        pieces: list[tuple[list[int], bool]] = []  # token ids, and whether the engine feeds them
         for item in canonical(items):
             if isinstance(item, Serial):
-                put(encode(item.text))
+                pieces.append((encode(item.text), False))
                 continue
             titles = [encode(branch.title) for branch in item.branches]
             for title in [encode(str(len(titles))), *titles] if self.form.leads else titles:
-                put([special.title_start, *title, special.title_end])
-            put([special.parallel_start])
+                pieces.append(([special.title_start, *title, special.title_end], False))
+            pieces.append(([special.parallel_start], False))
             for title, branch in zip(titles, item.branches, strict=True):
-                put([special.branch_start, *title, *self.form.separator], is_fed=True)
-                put([*encode(self._body(branch)), special.branch_end])
-            put([special.parallel_end], is_fed=True)
+                pieces.append(([special.branch_start, *title, *self.form.separator], True))
+                pieces.append(([*encode(self._body(branch)), special.branch_end], False))
+            pieces.append(([special.parallel_end], True))
+        tokens = [token for ids, _ in pieces for token in ids]
+        fed = [is_fed for ids, is_fed in pieces for _ in ids]
         return Linearisation(np.asarray(tokens, np.int32), np.asarray(fed, bool))
 
     def _body(self, branch: Branch) -> str:
