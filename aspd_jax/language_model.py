@@ -202,8 +202,8 @@ def load_model(
                 f"{checkpoint.source}: eos_token_id: expected an id with a row in the embedding, which has {stored}, "
                 f"got {list(ends)}. An answer of this model could not end."
             )
-        config = replace(config, unused_tokens=_unused_tokens(config, tokenizer, without_row, ends))
-        config = replace(config, new_tokens=special.ids if lora_rank else ())
+        unused = _unused_tokens(config, tokenizer, without_row, ends)
+        config = replace(config, unused_tokens=unused, new_tokens=special.ids if lora_rank else ())
     config = config if mesh is None else padded(config)
     settings = checkpoint.hf_config.get("aspd") or {}
     adapter = adapter or checkpoint.adapter

@@ -131,15 +131,11 @@ class _Lines:
         self.origin: list[int] = []
         for line in range(len(self.starts)):
             text = answer[self.offset(line) : self.offset(line + 1)].rstrip("\r\n")
-            if line in self.inside:
-                texts.append("x")
-                self.origin.append(line)
-                continue
-            at_margin = line > 0 and text[:1].strip()
+            at_margin = line > 0 and text[:1].strip() and line not in self.inside
             if at_margin and (_part_marker(text) or (text[0].isalpha() and _WHOLE_SENTENCE.search(texts[-1]))):
                 texts.append("")
                 self.origin.append(line)
-            texts.append(text)
+            texts.append("x" if line in self.inside else text)
             self.origin.append(line)
         self.origin.append(len(self.starts))
         self.markdown = "\n".join(texts)
