@@ -105,14 +105,6 @@ def types_of(schemas: Iterable[Any]) -> frozenset[str]:
     return types
 
 
-def any_of(schemas: Iterable[Any]) -> Any:
-    """Return the schema of values that satisfy one or more schemas."""
-    parts = [schema for schema in schemas if schema is not False]
-    if not parts or True in [part for part in parts if isinstance(part, bool)]:
-        return bool(parts)
-    return parts[0] if len(parts) == 1 else {"anyOf": parts}
-
-
 def all_of(schemas: Iterable[Any]) -> Any:
     """Return the schema of values that satisfy all of some schemas."""
     parts = [schema for schema in schemas if schema is not True]
