@@ -284,35 +284,7 @@ def lead_of(line: str) -> Lead | None:
     numbered = _numbered(line)
     if not begins_item(line) or (numbered and number_of(numbered["number"]) != 1):
         return None
-    marker = numbered or _BULLET.match(line) or _HEADING.match(line)
-    start = marker.end() if marker else 0
-    before, numeral, after = marker[0] if marker else "", "", ""
-    if numbered:
-        before, after = numbered["before"], numbered["after"]
-        numeral = next(first for first, digits in _NUMERALS.items() if re.match(digits, numbered["number"]))
-
-    def lead(kind: Literal["bold", "label", "heading", "clause"], opening: str, text: str, closing: str) -> Lead | None:
-        """Return a lead unless it has no word; spaces before the closing belong to the closing."""
-        end = start + len(opening) + len(text) + len(closing)
-        text, closing = text.rstrip(), text[len(text.rstrip()) :] + closing
-        form = ListForm(kind, before, numeral, after, opening, closing)
-        return Lead(form, text, end) if any(char.isalnum() for char in text) else None
-
-    rest, inside = line[start:], (before + after).count("**") == 1  # bold words that begin before the number
-    if before.startswith("#"):
-        return lead("heading", *found.groups()) if (found := _HEADING_TEXT.match(rest)) else None
-    if inside or rest.startswith("**"):
-        opening = "" if inside else "**"
-        found = _BOLD.match(rest, len(opening))
-        if found is None or (found["closing"].endswith("**") and _BOLD_TAIL.fullmatch(rest, found.end())):
-            return None
-        return lead("bold", opening, *found.groups())
-    if found := _LABEL.match(rest):
-        limit = DASH_WORDS if found["closing"][:1] in (" ", "\t") else LABEL_WORDS
-        if _words(found["text"]) <= limit and not _SENTENCE.search(found["text"]):
-            return lead("label", "", *found.groups())
-    end = _clause_end(rest, LABEL_WORDS)
-    return None if end is None else lead("clause", "", rest[:end], "")
+    return _any_lead(line)
 
 
 def next_lead(form: ListForm, text: str) -> Lead | None:
@@ -508,6 +480,42 @@ def _begins_bold(line: str) -> bool | None:
         return True
     tail = line[found.end() :]
     return True if tail.strip(" \t") == "\n" else None if _BOLD_TAIL.fullmatch(tail) else False
+
+
+def _any_lead(line: str) -> Lead | None:
+    """Return the lead of an item with any number; None: the line has none so far."""
+    numbered = _numbered(line)
+    marker = numbered or _BULLET.match(line) or _HEADING.match(line)
+    start = marker.end() if marker else 0
+    before, numeral, after = marker[0] if marker else "", "", ""
+    if numbered:
+        before, after = numbered["before"], numbered["after"]
+        numeral = next(first for first, digits in _NUMERALS.items() if re.match(digits, numbered["number"]))
+
+    def lead(kind: Literal["bold", "label", "heading", "clause"], opening: str, text: str, closing: str) -> Lead | None:
+        """Return a lead unless it has no word; spaces before the closing belong to the closing."""
+        end = start + len(opening) + len(text) + len(closing)
+        text, closing = text.rstrip(), text[len(text.rstrip()) :] + closing
+        form = ListForm(kind, before, numeral, after, opening, closing)
+        return Lead(form, text, end) if any(char.isalnum() for char in text) else None
+
+    rest, inside = line[start:], (before + after).count("**") == 1  # bold words that begin before the number
+    if before.startswith("#"):
+        return lead("heading", *found.groups()) if (found := _HEADING_TEXT.match(rest)) else None
+    if inside or rest.startswith("**"):
+        opening = "" if inside else "**"
+        found = _BOLD.match(rest, len(opening))
+        if found is None or (found["closing"].endswith("**") and _BOLD_TAIL.fullmatch(rest, found.end())):
+            return None
+        return lead("bold", opening, *found.groups())
+    if not marker:
+        return None
+    if found := _LABEL.match(rest):
+        limit = DASH_WORDS if found["closing"][:1] in (" ", "\t") else LABEL_WORDS
+        if _words(found["text"]) <= limit and not _SENTENCE.search(found["text"]):
+            return lead("label", "", *found.groups())
+    end = _clause_end(rest, LABEL_WORDS)
+    return None if end is None else lead("clause", "", rest[:end], "")
 
 
 def _clause_end(text: str, limit: int) -> int | None:
