@@ -24,6 +24,7 @@ from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, canoni
 SEPARATOR = ": "
 SPACE = "▁"  # replaces spaces in SentencePiece vocabularies
 INVALID = "\ufffd"  # replaces bytes that are no character
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")  # the first bytes of half a surrogate pair, which no text has
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,8 @@ class TextStream:
             self._ids += ids
             return self._codec.decode(self._ids)[len(before) :]
         text = self._bytes.decode(self._codec.bytes_of(ids))
+        if _SURROGATE.fullmatch(self._bytes.getstate()[0]):  # Python would wait for more bytes of what is no character
+            text += self._bytes.decode(b"", True)
         if text and self._drops_space:
             text, self._drops_space = text.removeprefix(" "), False
         return text

@@ -125,6 +125,8 @@ def test_segments_are_exact(codec: Codec, text: str) -> None:
 @example(numbers=[0x50, 0xF9])
 @example(numbers=[0x37, 0xCE, 300])
 @example(numbers=[0xF0, 300, 0xF0, 0x9F, 0x90, 0x9D])
+@example(numbers=[510, 255])  # 0xED 0xA6 in the byte-level tokenizer
+@example(numbers=[580, 503])  # and in that of Mistral
 def test_growing_text_is_a_prefix_of_the_whole_text(codec: Codec, numbers: list[int]) -> None:
     """Any sequence of ids decodes, token by token; at most the bytes of an unfinished character are held back."""
     text, size = codec.text, 340
