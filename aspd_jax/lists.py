@@ -171,7 +171,7 @@ class Outline:
             lead: the lead that the model wrote; None: none, within `MAX_LEAD_TOKENS` tokens.
             token: its first token.
         """
-        if lead is None or not lead.text or concludes(lead.text):
+        if lead is None or not lead.text or CONCLUSIONS.match(lead.text):
             return False
         if any(similar(lead.text, other) for other in self.leads):
             self.barred.append(token)
@@ -298,11 +298,6 @@ def next_lead(form: ListForm, text: str) -> Lead | None:
     if end is None or (form.kind == "label" and _words(text[:end]) > LABEL_WORDS):
         return None
     return Lead(form, text[start:end].strip(" \t*:：.。"), end)
-
-
-def concludes(lead: str) -> bool:
-    """Return whether a lead announces a conclusion, which depends on the items before it."""
-    return CONCLUSIONS.match(lead) is not None
 
 
 def body_of(form: ListForm, text: str) -> Body:

@@ -601,6 +601,8 @@ class Engine:
                 engine that decodes lists without tags in parallel has these programs in any case.
         """
         writes_lists = self._writes_lists(SamplingParams(), "", self._lists)
+        if self.lm.tokenizer is not None:
+            self.lm.codec.text.has_byte_spellings  # noqa: B018 - reads the vocabulary, as the first stream would
         return self._scheduler.warm_up(alone, checks or writes_lists)
 
     def stream(

@@ -10,8 +10,7 @@ from typing import Any
 
 from aspd_jax.blocks.checks import asked_for, find_defect
 from aspd_jax.blocks.extract import propose
-from aspd_jax.blocks.leads import with_leads
-from aspd_jax.blocks.spans import BlockSpan
+from aspd_jax.blocks.spans import BlockSpan, with_leads
 from aspd_jax.errors import StructureError
 
 OTHER_NUMBER = "answers with another number of items than the question asks for"

@@ -97,10 +97,9 @@ class ExactAnswering:
                     answer.finish_reason = "length"
                 if answer.finish_reason or chosen != token or not (tokens or draft.next() is None):
                     break
-            shown = len(stream.text)
-            stream.extend(written)
-            answer.items, answer.tokens = [Serial(stream.text)], len(written)
-            if new := stream.text[shown:]:
+            new = stream.decode(written[answer.tokens :])
+            answer.items, answer.tokens = [Serial(answer.text + new)], len(written)
+            if new:
                 yield Event("token", text=new)
 
     async def _draft(self, answer: Proxied) -> str:

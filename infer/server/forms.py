@@ -274,7 +274,7 @@ class Text:
 
     def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any:
         def text(id: int) -> str:
-            return f"token_id:{id}" if self._as_ids else codec.decode([id]) or codec.spell([id])
+            return f"token_id:{id}" if self._as_ids else codec.shown([id])
 
         def top(token: TokenLogprob) -> dict[str, float] | None:
             if token.logprob is None:
@@ -301,7 +301,7 @@ Form: TypeAlias = Chat | Text
 def text_offsets(codec: TextCodec, ids: Sequence[int], start: int) -> list[int]:
     """Return the offset of the text of each token; tokens that form one character share its offset."""
     stream, offsets = codec.stream(), []
-    for number in range(len(ids)):
-        offsets.append(start + len(stream.text))
-        stream.extend(ids[: number + 1])
+    for token in ids:
+        offsets.append(start)
+        start += len(stream.decode([token]))
     return offsets

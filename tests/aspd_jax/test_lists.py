@@ -10,13 +10,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aspd_jax.blocks.checks import similar
+from aspd_jax.blocks.extract import CONCLUSIONS
 from aspd_jax.lists import (
     Body,
     ListDetector,
     ListForm,
     begins_item,
     body_of,
-    concludes,
     fork_refusal,
     lead_of,
     next_lead,
@@ -292,7 +292,8 @@ def test_similar_leads(lead: str, other: str, expected: bool) -> None:
 
 
 def test_conclusions() -> None:
-    assert concludes("Conclusion") and concludes("**Final Thoughts**") and not concludes("Include fruit")
+    assert CONCLUSIONS.match("Conclusion") and CONCLUSIONS.match("**Final Thoughts**")
+    assert not CONCLUSIONS.match("Include fruit")
 
 
 REFUSED = {
