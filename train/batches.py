@@ -5,6 +5,8 @@ B: rows; S: tokens of a row.
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import grain
@@ -59,8 +61,10 @@ def make_batch(
     return Batch(tokens, layout, loss.astype(np.float32), part)
 
 
-class RecordBatches:
-    """A resumable stream of batches of records, shuffled in every epoch and packed first-fit.
+def record_batches(records: Records, special: SpecialTokens, config: TrainConfig, epochs: int | None = None) -> Any:
+    """Return Grain's iterator over the batches of records, shuffled in every epoch and packed first-fit.
+
+    Its `get_state` and `set_state` have its position as JSON values.
 
     Args:
         records: tokenised records.
@@ -68,24 +72,7 @@ class RecordBatches:
         config: configuration of the run.
         epochs: number of epochs; None: unlimited.
     """
-
-    def __init__(
-        self, records: Records, special: SpecialTokens, config: TrainConfig, epochs: int | None = None
-    ) -> None:
-        self._special, self._config = special, config
-        self._iterator = iter(_packed(records, config, epochs, shuffle=True))
-
-    def __next__(self) -> Batch:
-        return _as_batch(next(self._iterator), self._special, self._config)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """Position of the stream, as JSON values."""
-        return dict(self._iterator.get_state())
-
-    @state.setter
-    def state(self, value: dict[str, Any]) -> None:
-        self._iterator.set_state(value)
+    return iter(_packed(records, config, epochs, shuffle=True).map(partial(_as_batch, special, config)))
 
 
 def record_steps(records: Records, config: TrainConfig) -> int:
@@ -115,15 +102,11 @@ def record_steps(records: Records, config: TrainConfig) -> int:
 
 def record_held_out(records: Records, special: SpecialTokens, config: TrainConfig) -> list[Batch]:
     """Return the first `evaluate_batches` batches of held-out records in file order."""
-    batches = []
-    for rows in _packed(records, config, 1, shuffle=False, whole=False):
-        batches.append(_as_batch(rows, special, config))
-        if len(batches) == config.evaluate_batches:
-            break
-    return batches
+    rows = _packed(records, config, 1, shuffle=False, whole=False)
+    return list(islice(map(partial(_as_batch, special, config), rows), config.evaluate_batches))
 
 
-def _as_batch(packed: dict[str, np.ndarray], special: SpecialTokens, config: TrainConfig) -> Batch:
+def _as_batch(special: SpecialTokens, config: TrainConfig, packed: dict[str, np.ndarray]) -> Batch:
     """Convert Grain's rows to a batch; a smaller last batch is padded with empty rows."""
     missing = config.data.rows - len(packed["tokens"])
     tokens, sequence, loss = (

@@ -16,14 +16,15 @@ from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_whole, writing
 from aspd_jax.formats import digest, draft_file
 from aspd_jax.formats.side_files import read_object
+from aspd_jax.journal import append
 from aspd_jax.language_model import LanguageModel, save_adapter, save_draft_heads, save_model
 from aspd_jax.progress import Bar
 from aspd_jax.sharding import make_mesh
-from train.batches import Batch, RecordBatches, record_held_out, record_steps
+from train.batches import Batch, record_batches, record_held_out, record_steps
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig
 from train.loss import Sums
-from train.metrics import MetricsWriter, memory_in_use, model_flops, peak_flops
+from train.metrics import memory_in_use, model_flops, open_metrics, peak_flops
 from train.records import Records
 from train.setup import Setup, load, set_up
 from train.step import TrainState, evaluation_sums, join, part_losses, train_step
@@ -38,7 +39,7 @@ MAY_CHANGE = (
 class Data(NamedTuple):
     """Data of a run: training batches, held-out batches, total number of steps, names of the tokenised files by key."""
 
-    batches: RecordBatches
+    batches: Any
     held_out: list[Batch]
     steps: int
     files: dict[str, list[str]]
@@ -120,7 +121,7 @@ def read_data(config: TrainConfig, lm: LanguageModel, output: Path, progress: bo
         if held_out_records:
             print(f"held-out data: {held_out_records.report()}")
     return Data(
-        RecordBatches(records, special, config, config.epochs if not config.steps else None),
+        record_batches(records, special, config, config.epochs if not config.steps else None),
         record_held_out(held_out_records, special, config) if held_out_records else [],
         config.steps or record_steps(records, config),
         {"data.train": records.files, "data.held_out": held_out_records.files if held_out_records else []},
@@ -132,11 +133,12 @@ def _run(
 ) -> TrainState:
     batches, first = data.batches, checkpoints.latest
     if first:
-        state, batches.state = checkpoints.restore(first, setup.free_state())
+        state, position = checkpoints.restore(first, setup.free_state())
+        batches.set_state(position)
     else:
         state = setup.state
     update = train_step(setup.model, setup.optimiser, config.optimiser.accumulate)
-    writer = MetricsWriter(output, first) if jax.process_index() == 0 else None
+    log = open_metrics(output, first) if jax.process_index() == 0 else None
     flops = model_flops(setup.lm.config, join(state.params, setup.frozen), config.data.length)
     peak = peak_flops(setup.mesh)
     bar = Bar(range(first, data.steps), initial=first, total=data.steps, disable=not progress, unit="step")
@@ -160,8 +162,8 @@ def _run(
                 bar.write(f"step {step}: skipped {new} updates since the last report: loss or gradient not finite")
                 skipped = values["skipped"]
             bar.set_postfix(loss=f"{values['loss']:.4f}", tokens_per_second=f"{values['tokens_per_second']:.0f}")
-            if writer:
-                writer.write(step, values)
+            if log:
+                append(log, {"step": step, **values})
             since, tokens = time.monotonic(), 0
         if step % config.save_every == 0 or last:
             jax.block_until_ready(state)
@@ -169,12 +171,12 @@ def _run(
             if data.held_out:
                 held_out = evaluate(setup, state, data.held_out)
                 loss = held_out["held_out_loss"]
-                if writer:
-                    writer.write(step, held_out)
-            checkpoints.save(step, state, batches.state, loss)
+                if log:
+                    append(log, {"step": step, **held_out})
+            checkpoints.save(step, state, batches.get_state(), loss)
             since += time.monotonic() - paused
-    if writer:
-        writer.close()
+    if log:
+        log.close()
     return state
 
 

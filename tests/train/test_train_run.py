@@ -28,7 +28,7 @@ from aspd_jax import load_model
 from aspd_jax.errors import CheckpointError, ConfigError, DataError
 from tests.conftest import ROOT
 from tests.helpers.training import SHAPE, changed, first_batch, losses, prepared, small, wide, written
-from train.batches import RecordBatches
+from train import batches
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig
 from train.loop import export
@@ -38,15 +38,15 @@ from train.step import TrainState
 
 def interrupt(config: TrainConfig, run: Path, step: int, monkeypatch: Any) -> None:
     """Train until the data of a step is asked for, in a new run."""
-    draw, steps = RecordBatches.__next__, itertools.count()
+    draw, steps = batches._as_batch, itertools.count()
 
-    def failing(batches: RecordBatches) -> Any:
+    def failing(*arguments: Any) -> Any:
         if next(steps) == step:
             raise KeyboardInterrupt
-        return draw(batches)
+        return draw(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RecordBatches, "__next__", failing)
+        patch.setattr(batches, "_as_batch", failing)
         with pytest.raises(KeyboardInterrupt):
             run_training(config, run, progress=False)
 
@@ -61,8 +61,8 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, monkey
     whole = run_training(config, tmp_path / "whole", progress=False)
 
     interrupt(config, tmp_path / "cut", 3, monkeypatch)
-    draw, drawn = RecordBatches.__next__, []
-    monkeypatch.setattr(RecordBatches, "__next__", lambda batches: drawn.append(1) or draw(batches))
+    draw, drawn = batches._as_batch, []
+    monkeypatch.setattr(batches, "_as_batch", lambda *arguments: drawn.append(1) or draw(*arguments))
     resumed = run_training(config, tmp_path / "cut", progress=False)
     assert len(drawn) == 2, "goes on from the checkpoint of step 2"
     jax.tree.map(np.testing.assert_array_equal, whole.params, resumed.params)
