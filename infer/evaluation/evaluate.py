@@ -53,16 +53,16 @@ def run(
         engine = Engine(lm, config.decoding.length(lm.context_length), max_batch=config.decoding.batch)
         for system, bench in todo:
             records = answer_questions(
-                engine, system, questions[bench], config.decoding, answers_file(output, bench, system.name),
+                engine, system, questions[bench], config.decoding, results_file(output, "answers", bench, system.name),
                 f"{system.name}: {bench}",
             )  # fmt: skip
-            write_model_answers(records, system, output / "model_answer" / bench / f"{system.name}.jsonl")
+            write_model_answers(records, system, results_file(output, "model_answer", bench, system.name))
         if config.speed.questions:
             engine = Engine(lm, config.decoding.length(lm.context_length), max_batch=1)
             for system, bench in todo:
                 time_questions(
                     engine, system, [q for q in questions[bench] if not q.options], config.decoding, config.speed,
-                    speed_file(output, bench, system.name), f"{system.name}: {bench}, speed",
+                    results_file(output, "speed", bench, system.name), f"{system.name}: {bench}, speed",
                 )  # fmt: skip
 
 
@@ -82,14 +82,9 @@ def load(section: ModelSection) -> LanguageModel:
     return lm
 
 
-def answers_file(output: Path, bench: str, system: str) -> Path:
-    """Return the file with the answers of a system."""
-    return output / "answers" / bench / f"{system}.jsonl"
-
-
-def speed_file(output: Path, bench: str, system: str) -> Path:
-    """Return the file with the timings of a system."""
-    return output / "speed" / bench / f"{system}.jsonl"
+def results_file(output: Path, kind: str, bench: str, system: str) -> Path:
+    """Return the file with the results of a system; `kind`: `answers`, their timings in `speed`, or `model_answer`."""
+    return output / kind / bench / f"{system}.jsonl"
 
 
 def read_run(output: Path) -> tuple[EvalConfig, dict[str, Any]]:
