@@ -14,7 +14,7 @@ import numpy as np
 from grain import experimental as grain_experimental
 
 from aspd_jax.errors import DataError
-from aspd_jax.layout import Layout, PositionScheme, build_layout
+from aspd_jax.layout import Layout, build_layout
 from aspd_jax.tokens import SpecialTokens
 from train.config import TrainConfig
 from train.records import Example, Records
@@ -36,29 +36,6 @@ class Batch(NamedTuple):
     layout: Layout
     loss: np.ndarray
     part: np.ndarray
-
-
-def make_batch(
-    tokens: np.ndarray,
-    sequence: np.ndarray,
-    loss: np.ndarray,
-    special: SpecialTokens,
-    positions: PositionScheme,
-) -> Batch:
-    """Make a batch from packed rows.
-
-    Args:
-        tokens: token ids, int32 [B, S].
-        sequence: number of the sequence of each token, int32 [B, S]; 0: padding.
-        loss: weight of each token as a target, bool or float32 [B, S].
-        special: ids of the tags.
-        positions: position scheme.
-    """
-    layout = build_layout(tokens, special, positions, sequence=sequence)
-    opened = np.cumsum(tokens == special.title_start, axis=1) - np.cumsum(tokens == special.title_end, axis=1)
-    title = (opened > 0) | (tokens == special.title_end)
-    part = np.where(layout.branch > 0, 2, title).astype(np.int32)
-    return Batch(tokens, layout, loss.astype(np.float32), part)
 
 
 def record_batches(records: Records, special: SpecialTokens, config: TrainConfig, epochs: int | None = None) -> Any:
@@ -112,7 +89,11 @@ def _as_batch(special: SpecialTokens, config: TrainConfig, packed: dict[str, np.
     tokens, sequence, loss = (
         np.pad(packed[name], [(0, missing), (0, 0)]) for name in ("tokens", "tokens_segment_ids", "loss")
     )
-    return make_batch(tokens, sequence, loss, special, config.model.positions)
+    layout = build_layout(tokens, special, config.model.positions, sequence=sequence)
+    opened = np.cumsum(tokens == special.title_start, axis=1) - np.cumsum(tokens == special.title_end, axis=1)
+    title = (opened > 0) | (tokens == special.title_end)
+    part = np.where(layout.branch > 0, 2, title).astype(np.int32)
+    return Batch(tokens, layout, loss.astype(np.float32), part)
 
 
 def _packed(records: Any, config: TrainConfig, epochs: int | None, shuffle: bool, whole: bool = True) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
 from aspd_jax.configuration import config_from_dict
@@ -235,17 +236,10 @@ def _claim(file: Path, started: bool, what: str, values: dict[str, Any]) -> None
     if not (started and file.exists()):
         write_whole(file, json.dumps(values, indent=2) + "\n")
         return
-    new, old = _flat(values), _flat(read_object(file))
+    new, old = (flatten_dict(one, sep=".") for one in (values, read_object(file)))
     different = sorted(key for key in new | old if new.get(key) != old.get(key) and key not in MAY_CHANGE)
     if different:
         raise ConfigError(
             f"{file.parent}: expected the {what} with which the run began, got other {what} of {', '.join(different)}. "
             "Choose another folder, or delete this one."
         )
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

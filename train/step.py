@@ -23,7 +23,7 @@ from aspd_jax.model.weights import ADAPTERS, abstract_parameters
 from aspd_jax.sharding import shardings
 from train.batches import PARTS, Batch
 from train.config import OptimiserSection
-from train.loss import Sums, loss_over_mesh, next_token_loss
+from train.loss import Sums, loss_over_mesh
 
 DECAYING = ("kernel", "embedding", "head", *draft_shapes(1), *ADAPTERS)  # last names of paths
 
@@ -140,19 +140,18 @@ def loss_sums(model: Transformer, params: Any, batch: Batch) -> Sums:
     hidden: Any = model.apply({"params": params}, batch.tokens, batch.layout, head=False)
     head, logits = head_of(model.config, params), partial(lm_head, model.config)
 
+    mesh: Any = model.mesh
+
     def sums(hidden: jax.Array, tokens: Any, weight: Any, part: Any) -> Sums:
-        if model.mesh is None:
-            return next_token_loss(hidden, partial(logits, head), tokens, weight, part, len(PARTS))
-        return loss_over_mesh(model.mesh, hidden, head, logits, tokens, weight, part, len(PARTS))
+        return loss_over_mesh(mesh, hidden, head, logits, tokens, weight, part, len(PARTS))
 
     if not model.config.draft_heads:
         return sums(hidden, batch.tokens, batch.loss, batch.part)
     states = model.apply({"params": params}, hidden, batch.tokens, method="draft_states")
     of_heads, weight = [], jnp.asarray(batch.loss)
     for number, state in enumerate(states, 1):
-        weight = weight * shift_left(
-            batch.loss, number
-        )  # all tokens up to the draft token are sampled, so in one segment
+        # All tokens up to the draft token are sampled, so in one segment.
+        weight = weight * shift_left(batch.loss, number)
         of_heads.append(sums(state, shift_left(batch.tokens, number), weight, shift_left(batch.part, number)))
     total: Sums = jax.tree.map(lambda *values: sum(values[1:], values[0]), *of_heads)
     return total

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from infer.decisions import Option, Question
 from infer.engine import Engine
 from infer.request import PromptTooLong, Request, SamplingParams
+from infer.scheduling.handle import Handle
 
 MESSAGE = (
     "Hello, our nightly export has failed three nights in a row, always at 02:10 with the error E-4127. We are on the "
@@ -71,11 +73,13 @@ def many_questions(count: int) -> list[Question]:
     return [question for _, question in zip(range(count), marked, strict=False)]
 
 
-def run_requests(engine: Engine, requests: Sequence[Request]) -> Work:
-    """Run requests that are submitted together."""
-    handles, steps = [engine.submit_checked(request) for request in requests], 0
-    while engine.step():
-        steps += engine.last_chunk.steps
+def run_requests(engine: Engine, groups: Sequence[Sequence[Request]]) -> Work:
+    """Run groups of requests one after the other; the requests of a group are submitted together."""
+    handles, steps = list[Handle](), 0
+    for group in groups:
+        handles += [engine.submit_checked(request) for request in group]
+        while engine.step():
+            steps += engine.last_chunk.steps
     stats = [handle.wait().stats for handle in handles]
     fed = sum(one.prompt_tokens - one.reused_tokens + one.scored_tokens + one.generated_tokens for one in stats)
     return Work(fed, steps)
@@ -106,33 +110,21 @@ def decision_times(engine: Engine, count: int, repeats: int) -> list[DecisionTim
     questions = many_questions(count)
     single = [engine.ask(MESSAGE, [question], "none").asked[0].request for question in questions]
     whole, orders = (engine.ask(MESSAGE, questions, kind).asked[0].request for kind in ("none", "orders"))
-    ways: dict[str, Callable[[], Work]] = {
-        WHOLE: lambda: run_requests(engine, [whole]),
-        ORDERS: lambda: run_requests(engine, [orders]),
-        EACH: lambda: _sum(run_requests(engine, [one]) for one in single),
-    }
+    ways = {WHOLE: [[whole]], ORDERS: [[orders]], EACH: [[one] for one in single]}
     if engine.max_batch > 1:
-        ways[f"{EACH}, {engine.max_batch} together"] = lambda: run_requests(engine, single)
-    try:
-        serial = serial_request(engine, questions)
-        ways[SERIAL] = lambda: run_requests(engine, [serial])
-    except PromptTooLong:  # it is left out
-        pass
+        ways[f"{EACH}, {engine.max_batch} together"] = [single]
+    with suppress(PromptTooLong):  # it is left out
+        ways[SERIAL] = [[serial_request(engine, questions)]]
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     works = {}
     for number in range(1 + repeats):
-        for way, run in ways.items():
+        for way, groups in ways.items():
             engine.reset_cache()
             before = time.perf_counter()
-            works[way] = run()
+            works[way] = run_requests(engine, groups)
             if number:
                 seconds[way].append(time.perf_counter() - before)
     return [DecisionTime(count, way, *works[way], median(own), min(own), max(own)) for way, own in seconds.items()]
-
-
-def _sum(works: Iterable[Work]) -> Work:
-    found = list(works)
-    return Work(sum(work.tokens for work in found), sum(work.steps for work in found))
 
 
 def decision_table(times: Sequence[DecisionTime], head: bool = True) -> str:
