@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from aspd_jax.configuration import Check, Count, Dtype, Natural, NonNegative, Section, read_config
+from aspd_jax.configuration import Check, Count, Dtype, Natural, NonNegative, Section
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import PositionScheme, Siblings, Titles, check_choice
 from aspd_jax.model.attention import FULL_PASS_BACK_ENDS
@@ -202,12 +201,3 @@ class TrainConfig(Section):
         for name, value in (("model.checkpoint", self.model.checkpoint), ("data.train", self.data.train)):
             if not value:
                 raise ConfigError(f"{name}: expected a value, got none. See configs/lora_7b.yaml for an example.")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the configuration as plain values."""
-        return asdict(self)
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a configuration; see `aspd_jax.configuration.read_config`."""
-    return read_config(TrainConfig, path, overrides)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageM
     result = output / result_name(config)
     started = result.exists() or any(step.name.isdigit() for step in (output / "checkpoints").glob("*"))
     if first_process:
-        _claim(output / "config.json", started, "values", json.loads(json.dumps(config.as_dict())))
+        _claim(output / "config.json", started, "values", json.loads(json.dumps(asdict(config))))
     lm = load(config, mesh)
     data = read_data(config, lm, output, progress and first_process)
     if first_process:

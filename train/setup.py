@@ -23,7 +23,7 @@ from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import named_sharding, shardings
 from train.batches import Batch
 from train.config import TrainConfig
-from train.step import TrainState, abstract_state, in_float32, is_trained, join, make_optimiser
+from train.step import TrainState, abstract_state, is_trained, join, make_optimiser
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Setup:
         places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(self.model, self.optimiser))
 
         def init(params: Any) -> Any:
-            return self.optimiser.init(in_float32(params))
+            return self.optimiser.init(optax.tree.cast(params, jnp.float32))
 
         step, skipped = (jax.device_put(jnp.zeros((), jnp.int32), place) for place in places[:2])
         return TrainState(step, skipped, self.params, jax.jit(init, out_shardings=places.optimiser)(self.params))

@@ -96,7 +96,7 @@ def abstract_state(model: Transformer, optimiser: optax.GradientTransformation, 
             if is_trained(path, model.config)
         }
     )
-    moments = jax.eval_shape(lambda params: optimiser.init(in_float32(params)), params)
+    moments = jax.eval_shape(lambda params: optimiser.init(optax.tree.cast(params, jnp.float32)), params)
     moment_places = optax.tree.map_params(
         optimiser, lambda _, leaf: leaf.sharding, moments, params, transform_non_params=lambda _: everywhere
     )
@@ -110,11 +110,6 @@ def abstract_state(model: Transformer, optimiser: optax.GradientTransformation, 
 def join(trained: Any, frozen: Any) -> Any:
     """Merge trained and frozen parameters into one tree."""
     return unflatten_dict(flatten_dict(trained) | flatten_dict(frozen))
-
-
-def in_float32(tree: Any) -> Any:
-    """Convert the leaves of a tree to float32."""
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
 
 def rounded(new: Any, old: Any, key: jax.Array) -> Any:
@@ -206,23 +201,21 @@ def _update(
             return jax.tree.map(jnp.add, carry, gradient_of(state.params, part)), None
 
         zero = jnp.zeros(len(PARTS), jnp.float32)
-        start = (jax.tree.map(jnp.zeros_like, in_float32(state.params)), Sums(zero, zero))
+        start = (optax.tree.zeros_like(state.params, jnp.float32), Sums(zero, zero))
         (gradient, sums), _ = jax.lax.scan(add, start, parts)
     weight = jnp.maximum(sums.weight.sum(), 1.0)
-    gradient = jax.tree.map(lambda leaf: leaf / weight, in_float32(gradient))
+    gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / weight, gradient)
     norm = optax.tree.norm(gradient)
-    exact = in_float32(state.params)
+    exact = optax.tree.cast(state.params, jnp.float32)
     updates, optimiser_state = optimiser.update(gradient, state.optimiser, exact)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss.sum())
 
-    def chosen(new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-
     updated = rounded(optax.apply_updates(exact, updates), state.params, jax.random.key(state.step))
-    params = chosen(updated, state.params)
+    params = optax.tree.where(finite, updated, state.params)
     skipped = state.skipped + 1 - finite.astype(jnp.int32)
     metrics = {"loss": sums.mean(), "gradient_norm": norm, "skipped": skipped, **part_losses(sums)}
-    return TrainState(state.step + 1, skipped, params, chosen(optimiser_state, state.optimiser)), metrics
+    kept = optax.tree.where(finite, optimiser_state, state.optimiser)
+    return TrainState(state.step + 1, skipped, params, kept), metrics
 
 
 def part_losses(sums: Sums) -> dict[str, jax.Array]:
