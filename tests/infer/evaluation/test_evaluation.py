@@ -297,6 +297,12 @@ def test_nothing_is_done_twice_and_other_settings_are_refused(finished: tuple[Pa
     file.write_text(json.dumps(stored))
 
 
+def test_a_damaged_run_is_named(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text("{")
+    assert aspd.main(["eval", "report", str(tmp_path)]) == 2
+    assert "config.json: expected a JSON object, got invalid JSON" in capsys.readouterr().err
+
+
 def test_mistakes_in_a_configuration(tmp_path: Path) -> None:
     from aspd_jax.configuration import read_config
 
