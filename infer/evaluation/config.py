@@ -78,7 +78,7 @@ SamplingSection: Any = make_dataclass(
 
 
 @dataclass(frozen=True)
-class DecodingSection(SamplingSection):
+class DecodingSection(SamplingSection, Section, prefix="decoding."):
     """Settings of decoding: the fields of `SamplingParams` that a configuration offers, and those below.
 
     `required_temperature` of a question takes precedence over `temperature`. `seed` is the base of the seeds: every
@@ -91,10 +91,10 @@ class DecodingSection(SamplingSection):
     """
 
     max_length: int = 0
-    batch: int = 8
+    batch: Count = 8
 
     def __post_init__(self) -> None:
-        at_least("decoding.batch", self.batch, 1)
+        super().__post_init__()
         if self.max_length:
             at_least("decoding.max_length", self.max_length, 2)
         self.params(None, 0, "adaptive")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,7 @@ def turn_record(engine: Engine, result: Result, messages: Sequence[str]) -> dict
         "structure": to_json(result.structure),
         "finish_reason": result.finish_reason,
         "stats": result.stats.to_json(),
-        "health": asdict(health(messages, result.structure, result.finish_reason == "stop", count, titles)),
+        "health": health(messages, result.structure, result.finish_reason == "stop", count, titles),
     }
 
 

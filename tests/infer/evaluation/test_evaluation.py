@@ -182,13 +182,13 @@ def test_health_of_a_structure() -> None:
         Serial("Done."),
     )
     of = health(["What?"], structure, True, count, "names")
-    assert of.forked and of.well_formed and of.branches == (3,) and of.dependent == 0
-    assert (of.tokens, of.branch_tokens, of.title_tokens) == (2 + 10 + 10 + 3 + 1, 23, 3)
-    assert not health(["What?"], structure, False, count, "names").well_formed
+    assert of["forked"] and of["well_formed"] and of["branches"] == [3] and of["dependent"] == 0
+    assert (of["tokens"], of["branch_tokens"], of["title_tokens"]) == (2 + 10 + 10 + 3 + 1, 23, 3)
+    assert not health(["What?"], structure, False, count, "names")["well_formed"]
     chained = (Parallel([Branch("a", "a: 3 + 4 = 7 pens\n"), Branch("b", "b: As mentioned above, 7 pens\n")]),)
-    assert health(["What?"], chained, True, count, "names").dependent == 1
+    assert health(["What?"], chained, True, count, "names")["dependent"] == 1
     plain = health(["What?"], (Serial("Nothing."),), True, count, "names")
-    assert not plain.forked and plain.well_formed
+    assert not plain["forked"] and plain["well_formed"]
 
 
 def test_intervals_cover_the_mean() -> None:
