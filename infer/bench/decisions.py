@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
 from infer.decisions import Option, Question
 from infer.engine import Engine
@@ -33,13 +32,6 @@ QUESTIONS = (
 )
 WHOLE, ORDERS = "one pass", "one pass, all orders"
 EACH, SERIAL = "a request for each", "serial JSON of all answers"
-
-
-class Work(NamedTuple):
-    """Work of one run; steps include those of prompts."""
-
-    tokens: int
-    steps: int
 
 
 @dataclass(frozen=True)
@@ -73,8 +65,11 @@ def many_questions(count: int) -> list[Question]:
     return [question for _, question in zip(range(count), marked, strict=False)]
 
 
-def run_requests(engine: Engine, groups: Sequence[Sequence[Request]]) -> Work:
-    """Run groups of requests one after the other; the requests of a group are submitted together."""
+def run_requests(engine: Engine, groups: Sequence[Sequence[Request]]) -> tuple[int, int]:
+    """Run groups of requests one after the other; return the tokens that are fed, and the steps with those of prompts.
+
+    The requests of a group are submitted together.
+    """
     handles, steps = list[Handle](), 0
     for group in groups:
         handles += [engine.submit_checked(request) for request in group]
@@ -82,7 +77,7 @@ def run_requests(engine: Engine, groups: Sequence[Sequence[Request]]) -> Work:
             steps += engine.last_chunk.steps
     stats = [handle.wait().stats for handle in handles]
     fed = sum(one.prompt_tokens - one.reused_tokens + one.scored_tokens + one.generated_tokens for one in stats)
-    return Work(fed, steps)
+    return fed, steps
 
 
 def serial_request(engine: Engine, questions: Sequence[Question]) -> Request:
