@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 
+from aspd_jax.tables import markdown_table
 from infer.decisions import Option, Question
 from infer.engine import Engine
 from infer.request import PromptTooLong, Request, SamplingParams
@@ -124,11 +125,17 @@ def decision_times(engine: Engine, count: int, repeats: int) -> list[DecisionTim
 
 def decision_table(times: Sequence[DecisionTime], head: bool = True) -> str:
     """Return the times of one number of questions as rows of a table; `head`: whether its head is above them."""
-    lines = ["| questions | | tokens fed | steps | s | fastest - slowest | of one pass |", "|---" * 7 + "|"] * head
     first = next(time.seconds for time in times if time.way == WHOLE)
-    lines += [
-        f"| {one.questions} | {one.way} | {one.tokens:,} | {one.steps} "
-        f"| {one.seconds:.3f} | {one.fastest:.3f} - {one.slowest:.3f} | {one.seconds / first:.2f}x |"
+    rows = [
+        {
+            "questions": one.questions,
+            "": one.way,
+            "tokens fed": f"{one.tokens:,}",
+            "steps": one.steps,
+            "s": f"{one.seconds:.3f}",
+            "fastest - slowest": f"{one.fastest:.3f} - {one.slowest:.3f}",
+            "of one pass": f"{one.seconds / first:.2f}x",
+        }
         for one in times
     ]
-    return "\n".join(lines)
+    return markdown_table(rows, head)

@@ -19,6 +19,7 @@ from aspd_jax.errors import DataError, RequestError
 from aspd_jax.journal import append, open_journal, resume
 from aspd_jax.jsonl import read_lines
 from aspd_jax.progress import Bar, programs_compiled
+from aspd_jax.tables import markdown_table
 from infer.engine import Engine
 from infer.evaluation.intervals import difference, interval, ratio
 from infer.request import Fields, SamplingParams
@@ -344,24 +345,24 @@ def _is_same(one: Decoded, other: Decoded) -> bool:
     return one.token_ids == other.token_ids or bool(one.values and json.dumps(one.values) == json.dumps(other.values))
 
 
-EXTRACTION_HEAD = (
-    "| tasks | mode | fields right | difference (95 %) | fields as in serial mode | answers equal | drafted | steps | "
-    "ratio | seconds | speed-up (95 %) | without prefill |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
-)
-
-
 def extraction_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows of `summarise_extraction` as a Markdown table."""
-    lines = [EXTRACTION_HEAD]
-    for row in rows:
-        gap, time, fields = row["difference"], row["speedup"], row["fields"]
-        equal = f"{row['equal']}{', token for token' * (0 < row['equal'] == row['same_tokens'])}"
-        lines.append(
-            f"| {row['tasks']} ({row['count']}) | {row['mode']} | {row['right'] / fields:.1%} of {fields} "
-            f"| {100 * gap['mean']:+.1f} ({100 * gap['low']:+.1f} to {100 * gap['high']:+.1f}) points "
-            f"| {row['agreement']['mean']:.1%} | {equal} | {row['drafted']} | {row['steps']:.1f} "
-            f"| {row['step_ratio']:.2f}x "
-            f"| {row['seconds']:.2f} | {time['mean']:.2f}x ({time['low']:.2f} to {time['high']:.2f}) "
-            f"| {row['decoding_speedup']:.2f}x |"
-        )
-    return "\n".join(lines)
+    return markdown_table([_cells(row) for row in rows])
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    gap, time, fields = row["difference"], row["speedup"], row["fields"]
+    return {
+        "tasks": f"{row['tasks']} ({row['count']})",
+        "mode": row["mode"],
+        "fields right": f"{row['right'] / fields:.1%} of {fields}",
+        "difference (95 %)": f"{100 * gap['mean']:+.1f} ({100 * gap['low']:+.1f} to {100 * gap['high']:+.1f}) points",
+        "fields as in serial mode": f"{row['agreement']['mean']:.1%}",
+        "answers equal": f"{row['equal']}{', token for token' * (0 < row['equal'] == row['same_tokens'])}",
+        "drafted": row["drafted"],
+        "steps": f"{row['steps']:.1f}",
+        "ratio": f"{row['step_ratio']:.2f}x",
+        "seconds": f"{row['seconds']:.2f}",
+        "speed-up (95 %)": f"{time['mean']:.2f}x ({time['low']:.2f} to {time['high']:.2f})",
+        "without prefill": f"{row['decoding_speedup']:.2f}x",
+    }
