@@ -25,7 +25,7 @@ from tests.aspd_jax.formats.test_gguf_tokenizer import known_tokenizer
 from tests.aspd_jax.formats.test_peft_adapters import CASES, as_if_trained, base_folder
 from tests.conftest import ROOT
 from train.checkpoints import Checkpoints
-from train.metrics import MetricsWriter
+from train.metrics import open_metrics
 
 KILLED = """
 import os, sys
@@ -131,12 +131,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 
 
 def write_metrics(path: Path, lm: LanguageModel) -> None:
-    writer = MetricsWriter(path.parent, 0)
-    try:
+    with open_metrics(path.parent, 0) as log:
         for step in range(100):
-            writer.write(step, {"loss": 1.0})
-    finally:
-        writer.close()
+            append(log, {"step": step, "loss": 1.0})
 
 
 def write_journal(path: Path, lm: LanguageModel) -> None:
