@@ -22,8 +22,8 @@ from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, System
 from infer.evaluation.health import health
 from infer.evaluation.questions import Question, last_number
-from infer.offline.batch import run_together
 from infer.request import Mode
+from infer.scheduling.handle import run_together
 
 WHICH = "Which answer is right?"
 
@@ -42,7 +42,7 @@ def answer_questions(
     conversations = (_converse(engine, system.mode, question, decoding, place) for place, question in missing)
     with Log(file) as log, Bar(total=len(questions), initial=len(questions) - len(missing), desc=title) as bar:
         # At most one conversation per cache row: another first turn would evict the prefix of a second turn.
-        for record in run_together(engine, conversations, engine.max_batch):
+        for record in run_together(engine.step, conversations, engine.max_batch):
             append(log, record)
             done[record["question_id"]] = record
             bar.update()

@@ -6,27 +6,26 @@ All modes feed known tokens without steps of their own. Texts and gold values ar
 from __future__ import annotations
 
 import json
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from aspd_jax.errors import DataError, RequestError
 from aspd_jax.journal import append, open_journal, resume
 from aspd_jax.jsonl import read_lines
-from aspd_jax.progress import Bar, programs_compiled
+from aspd_jax.progress import Bar
 from aspd_jax.tables import markdown_table
+from infer.bench.records import describe_fields, read_object, record_prompt, run_compiled
 from infer.engine import Engine
 from infer.evaluation.intervals import difference, interval, ratio
 from infer.request import Fields, SamplingParams
 
 INCLUDED = ("field_texts.jsonl", "tool_requests.jsonl")
 MODES: tuple[Fields, ...] = ("serial", "exact", "parallel")
-Run = TypeVar("Run")
 
 
 @dataclass(frozen=True)
@@ -81,13 +80,13 @@ class Task(AnyTask):
     @property
     def prompt(self) -> str:
         """Return the request to the model."""
-        fields = ", ".join(f"{name}{_hint(schema)}" for name, schema in self.schema["properties"].items())
         if self.function:
+            fields = describe_fields(self.schema)
             asked = f"Call the function {self.function['name']} ({self.function['description']}) for the request below."
             return (
                 f"{asked} Write its arguments as one JSON object with these fields: {fields}.\n\nRequest: {self.text}"
             )
-        return f"Read the text and write one JSON object with these fields: {fields}.\n\nText: {self.text}"
+        return record_prompt(self.text, self.schema)
 
     @property
     def groups(self) -> Sequence[str]:
@@ -107,15 +106,6 @@ class Task(AnyTask):
 
     def right(self, values: Mapping[str, Any]) -> dict[str, bool]:
         return {name: name in values and equal(values[name], gold) for name, gold in self.gold.items()}
-
-
-def _hint(schema: Any) -> str:
-    """Return the description of a field for the prompt."""
-    if not isinstance(schema, Mapping):  # `true`: any value
-        return ""
-    if "enum" in schema:
-        return f" ({' or '.join(map(str, schema['enum']))})"
-    return " (true or false)" if schema.get("type") == "boolean" else ""
 
 
 @dataclass(frozen=True)
@@ -147,15 +137,6 @@ class Decoded:
     token_ids: Sequence[int]
     drafted_fields: int = 0
     groups: Sequence[str] = ()
-
-
-def read_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object of an answer; None: it is none."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def spread(tasks: Sequence[AnyTask], limit: int) -> list[Any]:
@@ -194,17 +175,6 @@ def _read(file: Path) -> Iterator[Task]:
             )
         identifier = str(number if record.get("id") is None else record["id"])
         yield Task(identifier, record["text"], schema, gold, function or {})
-
-
-def run_compiled(engine: Engine, run: Callable[[], Run]) -> tuple[Run, float]:
-    """Run with an empty prefix cache, again if a program was compiled meanwhile; return the result and its seconds."""
-    while True:
-        engine.reset_cache()
-        compiled, begun = programs_compiled(), time.perf_counter()
-        result = run()
-        seconds = time.perf_counter() - begun
-        if programs_compiled() == compiled:
-            return result, seconds
 
 
 def decode_task(engine: Engine, task: AnyTask, mode: Fields, max_new_tokens: int) -> Decoded:

@@ -7,11 +7,11 @@ job resumes from the journal.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from aspd_jax.errors import AspdError, DataError, RequestError
 from aspd_jax.files import replacing
@@ -25,11 +25,10 @@ from aspd_jax.structure import to_json
 from infer.answers.answer import Result
 from infer.engine import Engine, Prompt
 from infer.request import Mode, SamplingParams
+from infer.scheduling.handle import run_together
 
 SAMPLE_SEEDS = 1_000_003  # difference between the seeds of two samples of a line
 READ = ("prompt", "messages", "structure", *ANSWERS)  # fields of a line that are read, and those of its answer
-STEPS = 256  # engine steps between two checks for finished answers
-Done = TypeVar("Done")
 
 
 class Item(NamedTuple):
@@ -104,28 +103,6 @@ def _item(line: Line, chat: bool, instruction: str) -> Item:
     return Item(number, name, asked if chat or not is_text else asked[0]["content"], source)
 
 
-def run_together(engine: Engine, jobs: Iterable[Generator[None, None, Done]], limit: int) -> Iterator[Done]:
-    """Run generators that submit requests and yield while these are under way; yield what they return as they end.
-
-    Args:
-        engine: engine of the requests.
-        jobs: the generators, which start in this order.
-        limit: maximum number of generators that have started and not ended.
-    """
-    waiting_jobs, running = iter(jobs), list[Generator[None, None, Done]]()
-    while True:
-        following, running = chain(running, waiting_jobs), []
-        while len(running) < limit and (job := next(following, None)) is not None:
-            try:
-                next(job)
-                running.append(job)
-            except StopIteration as end:
-                yield end.value
-        if not running:
-            return
-        engine.step(STEPS)
-
-
 def _answer(engine: Engine, job: Job, item: Item) -> Generator[None, None, tuple[Item, dict[str, Any]]]:
     """Answer an item. Its seed follows from its line and sample, so that answers do not depend on interruptions."""
     try:
@@ -189,7 +166,7 @@ def generate_file(engine: Engine, job: Job) -> Outcome:
     todo = [item for item in items if (item.line, item.sample) not in done]
     with open_journal(journal, settings) as log:
         # Twice the batch is submitted, so that rows do not wait for new requests.
-        records = run_together(engine, (_answer(engine, job, item) for item in todo), 2 * engine.max_batch)
+        records = run_together(engine.step, (_answer(engine, job, item) for item in todo), 2 * engine.max_batch)
         with waiting("compiling, and answering the first prompts", job.progress):
             first = list(islice(records, 1))
         with Bar(total=len(items), initial=resumed, unit="answer", disable=not job.progress) as bar:

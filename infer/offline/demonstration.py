@@ -15,9 +15,9 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.pictures import rendered
 from aspd_jax.progress import waiting
 from infer.answers.answer import Result, content_ids
+from infer.bench.records import Run, read_object, record_prompt, run_compiled
 from infer.decisions import Decision, Option, Question
 from infer.engine import Engine
-from infer.evaluation.extraction import Run, Task, read_object, run_compiled
 from infer.request import Fields, SamplingParams
 
 MAX_LENGTH = 512  # tokens; a longer cache would need a second set of programs
@@ -77,7 +77,7 @@ class Compared(NamedTuple):
 
 def order_prompt() -> list[dict[str, str]]:
     """Return the messages that ask for the fields of the order."""
-    return [{"role": "user", "content": Task("order", ORDER, ORDER_SCHEMA, {}, {}).prompt}]
+    return [{"role": "user", "content": record_prompt(ORDER, ORDER_SCHEMA)}]
 
 
 def demonstrate(lm: LanguageModel, max_length: int | None) -> None:
