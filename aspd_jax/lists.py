@@ -16,12 +16,10 @@ from aspd_jax.blocks.checks import find_dependence, similar
 from aspd_jax.blocks.extract import CLOSERS, CONCLUSIONS
 from aspd_jax.blocks.markers import CHINESE, SPACELESS, WORDS, number_of
 from aspd_jax.blocks.spans import BlockSpan, BranchSpan
-from aspd_jax.blocks.titles import TRAILING
 
 LABEL_WORDS = 9  # maximum words before a colon; two characters of a script without spaces are a word
 DASH_WORDS = 6  # maximum words before a dash
-CLAUSE_WORDS = 6  # words of a lead that no punctuation ends
-LEAD_CHARACTERS = 80  # maximum characters of a lead without emphasis
+LEAD_CHARACTERS = 80  # maximum characters before a colon or dash
 MAX_BOLD = 100  # maximum characters of a bold lead
 CLOSER = 40  # characters of a line that decide whether it concludes a list
 MAX_ITEMS = 10  # items of a list whose number nobody asked for
@@ -68,9 +66,12 @@ _BOLD = re.compile(
     rf"(?P<text>(?:(?!\*\*)[^\n]){{1,{MAX_BOLD}}}?)(?P<closing>[:：.]?\*\*(?:[ \t]?[:：]|[ \t][-–—](?=[ \t]))?)"
 )
 _BOLD_TAIL = re.compile(r"[ \t]?[-–—]?")  # behind bold words, it may still become part of their closing
-_LABEL = re.compile(r"(?P<text>[^\n:：]{1,78}?)(?P<closing>:(?=[\s*])|：|[ \t][-–—](?=[ \t]))")
+_LABEL = re.compile(
+    r"(?P<text>[^\n:：]{1,78}?)"
+    r"(?P<closing>:(?=[\s*])|：|[ \t][-–—](?=[ \t])|(?<=\w{3})[.!?](?=[ \t]+[^\s.!?])|[。！？](?=[^\s。！？]))"
+)
 _SENTENCE = re.compile(r"[.!?](?=\s)|[。！？\n]")
-_COMMA = re.compile(r"[,;:](?=\s)|[，；：、]|[ \t][(—–-]|（")
+_COMPARES = re.compile(r"(?:\w+ )?(?:similarities|differences|comparisons?|contrasts?)", re.IGNORECASE)
 _LEAD_ENDS = {
     "bold": re.compile(r"\*\*|:(?=[\s*])|[：\n]"),
     "label": re.compile(r"\*\*|:(?=[\s*])|：|[ \t][-–—](?=[ \t])|[.!?](?=\s)|[。！？\n]"),
@@ -83,8 +84,8 @@ class ListForm:
     """Form of the items of a list. Their parts, in order: `before`, number, `after`, `opening`, lead, `closing`, body.
 
     Attributes:
-        kind: what ends a lead: emphasis (`bold`), a colon or dash (`label`), the line (`heading`), or nothing, where
-            the lead is the first clause of the item (`clause`).
+        kind: what ends a lead: emphasis (`bold`), a colon, a dash or the first of several sentences
+            (`label`), or the line (`heading`).
         before: text before the number; the whole marker of a list without numbers.
         numeral: numeral of the first item: `1`, `①` or `一`; empty: the list has no numbers.
         after: text behind the number.
@@ -93,7 +94,7 @@ class ListForm:
         separator: text between two items.
     """
 
-    kind: Literal["bold", "label", "heading", "clause"]
+    kind: Literal["bold", "label", "heading"]
     before: str
     numeral: str = ""
     after: str = ""
@@ -113,7 +114,7 @@ class ListForm:
         """Return an item with an ellipsis for its body, or a heading alone."""
         if self.kind == "heading":
             return self.item(index, lead)
-        return f"{self.item(index, lead)}{'' if self.closing[-1:] in ('', '：') else ' '}..."
+        return f"{self.item(index, lead)}{'' if self.closing.endswith('：') else ' '}..."
 
     def goes_on(self, index: int, token: str) -> bool:
         """Return whether a token between two items begins the item `index`."""
@@ -137,7 +138,7 @@ class Lead(NamedTuple):
 
     Attributes:
         form: form of the list.
-        text: the lead without marker, emphasis and closing; empty: the line has no words.
+        text: the lead without marker, emphasis and closing; empty: the item has none, whatever follows.
         end: characters before the body, from the beginning of the line, or of the text behind the marker (`next_lead`).
     """
 
@@ -171,7 +172,7 @@ class Outline:
             lead: the lead that the model wrote; None: none, within `MAX_LEAD_TOKENS` tokens.
             token: its first token.
         """
-        if lead is None or not lead.text or CONCLUSIONS.match(lead.text):
+        if lead is None or not lead.text or CONCLUSIONS.match(lead.text) or _COMPARES.fullmatch(lead.text):
             return False
         if any(similar(lead.text, other) for other in self.leads):
             self.barred.append(token)
@@ -243,7 +244,7 @@ class ListDetector:
         lead = lead_of(line) if begins else None
         if lead is None:
             return None if "\n" in line else Beginning(place, None, begins)
-        is_short = lead.form.kind in ("label", "clause") and line[lead.end :].strip(" .") == "\n"
+        is_short = lead.form.kind == "label" and line[lead.end :].strip(" .") == "\n"
         if is_short or not lead.text or fork_refusal(self._messages, lead.form, [lead.text], line, text[:place]):
             self.pass_over(lead.form)
             return None
@@ -290,14 +291,10 @@ def lead_of(line: str) -> Lead | None:
 def next_lead(form: ListForm, text: str) -> Lead | None:
     """Return the lead of a further item from the text behind its marker; None: it has not ended, or is too long."""
     start = 2 if form.kind == "label" and text.startswith("**") else 0
-    end = None
-    if form.kind == "clause":
-        end = _clause_end(text, CLAUSE_WORDS)
-    elif found := _LEAD_ENDS[form.kind].search(text, start):
-        end = found.start()
-    if end is None or (form.kind == "label" and _words(text[:end]) > LABEL_WORDS):
+    found = _LEAD_ENDS[form.kind].search(text, start)
+    if found is None or (form.kind == "label" and _words(text[: found.start()]) > LABEL_WORDS):
         return None
-    return Lead(form, text[start:end].strip(" \t*:：.。"), end)
+    return Lead(form, text[start : found.start()].strip(" \t*:：.。"), found.start())
 
 
 def body_of(form: ListForm, text: str) -> Body:
@@ -314,9 +311,7 @@ def body_of(form: ListForm, text: str) -> Body:
         if not line.strip():
             blank = True
             continue
-        kind = (
-            "body" if protected or start == 0 else _kind(form, line, section, blank, end == 0 and form.kind != "clause")
-        )
+        kind = "body" if protected or start == 0 else _kind(form, line, section, blank, end == 0)
         if kind == "body":
             end, blank = start + len(line.rstrip()), False
         else:
@@ -372,8 +367,8 @@ def fork_refusal(
 ) -> str | None:
     """Return the first reason why the items of a list should be written one after the other, or None.
 
-    Reasons are requests for a program, a derivation, a course of events or one connected text, the dependence that the
-    data pipeline detects (`aspd_jax.blocks.checks`), and items that are a lead alone.
+    Reasons are requests for a program, a derivation, a course of events or one connected text, and the dependence that
+    the data pipeline detects (`aspd_jax.blocks.checks`).
 
     Args:
         messages: the messages before the answer; the last one is what it answers.
@@ -382,8 +377,6 @@ def fork_refusal(
         first_item: text of the first item as far as it is known.
         before: text of the answer before the list.
     """
-    if form.kind == "clause" and re.fullmatch(r"[.!?。！？]?\s*\n", first_item[len(form.item(0, leads[0])) :]):
-        return f"no body: the first item is {first_item.strip()!r}"
     texts = [form.item(index, lead) + "\n" for index, lead in enumerate(leads)]
     texts[0] = max(texts[0], first_item + "\n", key=len)
     first = texts[0][len(form.marker(0)) :]
@@ -423,13 +416,16 @@ _REFUSED = {
             "derivation",
             r"\b(?:solve for|prove|derive|simplify|factori[sz]e|integrate|differentiate|find the value)\b|"
             r"\bwhat is the (?:value|length|area|volume|sum|product|remainder|distance|perimeter|slope)\b|"
-            r"\w\s*=\s*-?[\w(]|\w\^\d|\d\s*[+*/×÷]\s*\d|求解|证明|计算",
+            r"\b(?:reasoning|solution) steps?\b|\bhow (?:do|did|would|can) you (?:solve|calculate|compute|work)\b|"
+            r"\bshow (?:(?:your|all|the) )+(?:work(?:ing)?|steps|reasoning|calculations?)\b|(?:^|[.!?\n]\s*)how (?:many|much)\b|"
+            r"\w\s*=\s*-?[\w(]|[\w)|]\s*[<>≤≥]\s*-?\d|\w\^\d|\d\s*[+*/×÷]\s*\d|求解|证明|计算",
             r"\A(?:calculate|compute|substitute|simplify|solve|multiply|divide|subtract|convert)\b|\\\[|\$\$|\\frac|"
             r"\d\s*[+*/×÷]\s*\d|=\s*\$?\d",
         ),
         (
             "course of events",
-            r"\b(?:recipes?|timeline|chronolog\w+|schedule|itinerary|timetable|agenda)\b|"
+            r"\b(?:recipes?|timeline|chronolog\w+|schedule|itinerary|timetable|agenda)\b|\b\w+-step\b(?!-)|"
+            r"\b(?:summari[sz]e|retell|recap|continue) (?:the|this|that|my|your) (?:\w+ )?(?:story|plot|tale|novel|events?)\b|"
             r"\bhow (?:do|can|should|would|to)\b(?: (?:i|you|we|one))? "
             r"(?:cook|bake|install|assemble|replace|repair|fix|plant)\b",
             r"\A(?:first(?:ly)?,|preheat\b|gather (?:the|your|all) (?:ingredients|materials|tools))",
@@ -492,7 +488,7 @@ def _any_lead(line: str) -> Lead | None:
         before, after = numbered["before"], numbered["after"]
         numeral = next(first for first, digits in _NUMERALS.items() if re.match(digits, numbered["number"]))
 
-    def lead(kind: Literal["bold", "label", "heading", "clause"], opening: str, text: str, closing: str) -> Lead | None:
+    def lead(kind: Literal["bold", "label", "heading"], opening: str, text: str, closing: str) -> Lead | None:
         """Return a lead unless it has no word; spaces before the closing belong to the closing."""
         end = start + len(opening) + len(text) + len(closing)
         text, closing = text.rstrip(), text[len(text.rstrip()) :] + closing
@@ -508,38 +504,17 @@ def _any_lead(line: str) -> Lead | None:
         if found is None or (found["closing"].endswith("**") and _BOLD_TAIL.fullmatch(rest, found.end())):
             return None
         return lead("bold", opening, *found.groups())
-    if not marker:
+    if not marker or not any(map(str.isalnum, rest)):
         return None
     if found := _LABEL.match(rest):
         limit = DASH_WORDS if found["closing"][:1] in (" ", "\t") else LABEL_WORDS
         if _words(found["text"]) <= limit and not _SENTENCE.search(found["text"]):
             return lead("label", "", *found.groups())
-    end = _clause_end(rest, LABEL_WORDS)
-    return None if end is None else lead("clause", "", rest[:end], "")
-
-
-def _clause_end(text: str, limit: int) -> int | None:
-    """Return the end of the first clause of an item without a colon; None: the clause may go on.
-
-    Args:
-        text: the item behind its marker.
-        limit: words after which no colon is expected. With `CLAUSE_WORDS`, none is expected at all.
-    """
-    words = list(_WORD.finditer(text, 0, LEAD_CHARACTERS))
-    sentence = _SENTENCE.search(text)
-    ends = [sentence.start()] if sentence else []
-    ends += [words[limit].start()] if len(words) > limit else []
-    ends += [LEAD_CHARACTERS] if len(text) > LEAD_CHARACTERS else []
-    clause = text[: min(ends, default=len(text))]
-    commas = (comma.start() for comma in _COMMA.finditer(clause) if _words(clause[: comma.start()]) > 1)
-    if (ends or limit == CLAUSE_WORDS) and (comma := next(commas, None)):
-        return comma
-    if not ends:
-        return None
-    if sentence and sentence.start() == min(ends):
-        return len(clause.rstrip())
-    kept = words[:CLAUSE_WORDS]
-    return len(TRAILING.sub("", clause[: kept[-1].end()])) if kept else 0
+    if numbered and numbered["colon"] and (found := _HEADING_TEXT.match(rest)):  # such as "Tip 1: Sleep"
+        if _words(found["text"]) <= LABEL_WORDS and not _SENTENCE.search(found["text"]):
+            return lead("heading", *found.groups())
+    ended = _SENTENCE.search(rest) or _words(rest) > LABEL_WORDS or len(rest) > LEAD_CHARACTERS
+    return Lead(ListForm("label", before, numeral, after), "", start) if ended else None
 
 
 def _words(text: str) -> int:
