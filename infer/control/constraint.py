@@ -94,6 +94,7 @@ class Constraint(Controller):
         last = output.items[-1]
         assert isinstance(last, SerialIds)
         ids, unchecked = last.ids, output.drafts_of(0)
+        moved = self._draft is not None or len(ids) > self._followed
         if self._draft is not None:
             self._advance(ids)
             check = self._check(ids[-1], self._limit(output.size))
@@ -102,7 +103,7 @@ class Constraint(Controller):
         if self._matcher is None:
             return RowGuidance(left={0: LOOK} if self._draft and not self._draft.ended else {})
         known = list[int]()
-        if self._draft is not None or len(ids) > self._followed:
+        if moved:
             self._advance(ids)
             limit = known_limit(self._limit(output.size) - RESERVE, self._config)
             known = self._matcher.known_tokens()[:limit]

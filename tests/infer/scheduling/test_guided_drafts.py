@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from infer.decode.derived import Derived
 from infer.decode.state import PARALLEL, DecodeState, EngineConfig
 from tests.conftest import SIZES, patched
 from tests.helpers.draft_heads import with_draft_heads
-from tests.helpers.engine_state import engine_state
 from tests.infer.scheduling.test_filling import LATER, SCHEMA
 from tests.infer.scheduling.test_structured_output import LIMITED, SCHEMAS, record, valid
 
@@ -137,30 +136,31 @@ def test_known_tokens_after_a_draft_token_are_not_sampled(plain: Engine, monkeyp
     assert same([result], [expected]) and result.stats.accepted_tokens > 0
 
 
-@pytest.mark.parametrize("kind", [{}, {"fields": "parallel"}])
-def test_draft_tokens_that_exceed_a_limit_change_nothing(kind: dict[str, str], plain: Engine) -> None:
+@pytest.mark.parametrize("source", ["prediction", "lookup"])
+def test_draft_tokens_that_exceed_a_limit_change_nothing(
+    source: str, plain: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Check answers whose grammar ends within a draft, beside some that exceed the limit by themselves."""
-    words = LIMITED["properties"]["words"]
-    schema = {"anyOf": [LIMITED, record(ok={"type": "boolean"})]}
-    matcher = engine_state(plain).schemas.matcher("json_schema", json.dumps(schema))
-    encode = plain.lm.codec.text.encode
-    draft = [*matcher.known_tokens(), *encode('words": "ab cd ef gh')]
-    if kind:
-        schema, draft = record(a={"anyOf": [words, {"type": "boolean"}]}, b={"type": "boolean"}), encode(' "ab cd ef')
+    words, yes = LIMITED["properties"]["words"], {"type": "boolean"}
+    schema, kind = {"anyOf": [LIMITED, record(ok=yes)]}, dict[str, Any]()
+    if source == "lookup":
+        schema, kind = record(a={"anyOf": [words, yes]}, b=yes), {"fields": "parallel"}
     asked = [
-        SamplingParams(seed=seed, temperature=30.0, max_new_tokens=60, json_schema=schema, **kind)  # type: ignore[arg-type]
-        for seed in range(16)
+        SamplingParams(seed=seed, temperature=30.0, max_new_tokens=60, json_schema=schema, **kind) for seed in range(16)
     ]
     expected = plain.generate([PROMPT] * len(asked), asked)
-    own = looking_up(plain.lm, 8)
-    with patched(infer.decode.speculation, drafts_from_text=knowing([draft] * 3)):
-        results = own.generate([PROMPT] * len(asked), asked)
-    for a, b in zip(results, expected):
-        print(repr(a.text), a.finish_reason, a.stats.drafted_tokens, '|', repr(b.text), b.finish_reason)
-    print([plain.lm.codec.text.decode([t]) for t in draft])
+    if source == "prediction":
+        predicted = [replace(params, prediction='{"words": "ab cd ef gh"}') for params in asked]
+        results = plain.generate([PROMPT] * len(asked), predicted)
+    else:
+        failed = next(params for params, result in zip(asked, expected, strict=True) if result.error)
+        _, segments = recorded(plain, failed, monkeypatch)
+        with patched(infer.decode.speculation, drafts_from_text=knowing((segments * 3)[:3])):
+            results = looking_up(plain.lm, 8).generate([PROMPT] * len(asked), asked)
     assert same(results, expected) and [r.error for r in results] == [r.error for r in expected]
-    assert {"error"} <= {result.finish_reason for result in results} <= {"error", "stop", "length"}
-    assert any(result.stats.drafted_tokens for result in results)
+    assert {"error"} < {result.finish_reason for result in results} <= {"error", "stop", "length"}
+    drafted = any(result.stats.drafted_tokens for result in results)
+    assert drafted == (source == "lookup")  # a prediction that exceeds a limit is dropped as a whole
 
 
 @pytest.mark.slow
