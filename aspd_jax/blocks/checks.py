@@ -259,8 +259,8 @@ def _derives(messages: Sequence[str]) -> Iterator[str]:
         yield f"derivation: the question asks for a number, {_start(found[0])!r}"
 
 
-def find_defect(answer: str, block: BlockSpan) -> str | None:
-    """Return the first reason why a block should not be taught although its branches may be independent, or None.
+def find_defects(answer: str, block: BlockSpan) -> Iterator[str]:
+    """Yield the reasons why a block should not be taught although its branches may be independent.
 
     A model repeats such defects in every list, because its branches do not see each other.
 
@@ -270,7 +270,7 @@ def find_defect(answer: str, block: BlockSpan) -> str | None:
     """
     texts = [answer[branch.start : branch.end] for branch in block.branches]
     titles = [branch.title for branch in block.branches]
-    return next(chain(_gaps(answer, block), _alike(titles), _shared_words(texts)), None)
+    return chain(_gaps(answer, block), _alike(titles), _shared_words(texts))
 
 
 def _gaps(answer: str, block: BlockSpan) -> Iterator[str]:

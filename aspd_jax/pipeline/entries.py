@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from aspd_jax.blocks.checks import asked_for, find_defect, find_dependence, repetition
+from aspd_jax.blocks.checks import asked_for, find_defects, find_dependence, repetition
 from aspd_jax.blocks.extract import propose
 from aspd_jax.blocks.measures import Count, Measures, best, measure, saved
 from aspd_jax.blocks.regions import regions_of
@@ -171,7 +171,7 @@ def check(select: SelectSection, count: Count, answer: Answer, block: BlockSpan)
         return {"stage": "select", "reason": f"it saves {gain} steps, select.min_saved is {select.min_saved}"}
     if why := find_dependence(answer.messages, answer.text, block):
         return {"stage": "check", "reason": why}
-    if why := find_defect(answer.text, block):
+    if why := next(find_defects(answer.text, block), None):
         return {"stage": "defect", "reason": why}
     return None
 

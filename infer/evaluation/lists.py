@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from aspd_jax.blocks.checks import asked_for, find_defect
+from aspd_jax.blocks.checks import asked_for, find_defects
 from aspd_jax.blocks.extract import propose
 from aspd_jax.blocks.spans import BlockSpan, with_leads
 from aspd_jax.errors import StructureError
@@ -25,7 +25,7 @@ class ListChecks:
         lists: number of lists of two or more items.
         items: number of their items.
         asked: number of items that the question asks for; None: it asks for no number.
-        defects: number of lists by kind of their first defect; of answers by `OTHER_NUMBER`.
+        defects: number of lists by kind of defect; a list counts once for each of its kinds. Answers by `OTHER_NUMBER`.
     """
 
     lists: int
@@ -43,19 +43,18 @@ def check_lists(messages: Sequence[str], text: str) -> ListChecks:
     """
     blocks = next(iter(propose(text)), ())
     sizes, asked = [len(block.branches) for block in blocks], asked_for(messages)
-    reasons = filter(None, (_defect(text, block) for block in blocks))
-    defects = Counter(f"lists: {reason.partition(':')[0]}" for reason in reasons)
+    defects = Counter(f"lists: {kind}" for block in blocks for kind in _defects(text, block))
     if sizes and asked is not None and asked not in sizes:
         defects[OTHER_NUMBER] = 1
     return ListChecks(len(sizes), sum(sizes), asked, defects)
 
 
-def _defect(text: str, block: BlockSpan) -> str | None:
-    """Return the first defect of a list, or None."""
+def _defects(text: str, block: BlockSpan) -> set[str]:
+    """Return the kinds of the defects of a list."""
     try:
-        return find_defect(text, with_leads(text, block))
-    except StructureError as error:
-        return f"not well formed: {error}"
+        return {reason.partition(":")[0] for reason in find_defects(text, with_leads(text, block))}
+    except StructureError:
+        return {"not well formed"}
 
 
 @dataclass(frozen=True)

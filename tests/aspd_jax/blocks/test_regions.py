@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aspd_jax.blocks.checks import find_defect
+from aspd_jax.blocks.checks import find_defects
 from aspd_jax.blocks.extract import propose
 from aspd_jax.blocks.measures import estimate_tokens
 from aspd_jax.blocks.regions import regions_of
@@ -47,7 +47,7 @@ def test_a_thought_and_an_answer_have_lists_of_their_own(name: str, newline: str
     texts = [[answer[b.start : b.end].strip() for b in with_leads(answer, block).branches] for block in blocks]
     expected = [["1. red is warm", "2. blue is cold", "3. green is new"], ANSWER.split("\n")]
     assert texts == ([expected[1], *expected] if name.startswith("between") else expected)
-    assert [find_defect(answer, with_leads(answer, block)) for block in blocks] == [None] * len(texts)
+    assert [list(find_defects(answer, with_leads(answer, block))) for block in blocks] == [[]] * len(texts)
 
 
 def test_a_thought_without_tags_would_be_cut_with_the_answer() -> None:

@@ -37,6 +37,11 @@ def test_defects(kind: str, text: str) -> None:
     assert check_lists(["Give me tips."], text).defects == ({} if kind == OTHER_NUMBER else {kind: 1})
 
 
+def test_a_list_counts_for_each_kind_of_its_defects() -> None:
+    text = GOOD.replace("\n\n3. ", "\n3. ").replace("Walk", "Sleeps")
+    assert check_lists([], text).defects == {"lists: unequal gaps": 1, "lists: similar titles": 1}
+
+
 def test_a_list_without_leads_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise StructureError("the lead ends in another part")
