@@ -71,6 +71,7 @@ _LABEL = re.compile(
     r"(?P<closing>:(?=[\s*])|：|[ \t][-–—](?=[ \t])|(?<=\w{3})[.!?](?=[ \t]+[^\s.!?])|[。！？](?=[^\s。！？]))"
 )
 _SENTENCE = re.compile(r"[.!?](?=\s)|[。！？\n]")
+_SENTENCE_BEFORE = re.compile(r"[.!?][ \t]+[^ \t]|[。！？][ \t]*[^ \t]|\n")  # a sentence and what follows it
 _COMPARES = re.compile(r"(?:\w+ )?(?:similarities|differences|comparisons?|contrasts?)", re.IGNORECASE)
 _LEAD_ENDS = {
     "bold": re.compile(r"\*\*|:(?=[\s*])|[：\n]"),
@@ -513,7 +514,7 @@ def _any_lead(line: str) -> Lead | None:
     if numbered and numbered["colon"] and (found := _HEADING_TEXT.match(rest)):  # such as "Tip 1: Sleep"
         if _words(found["text"]) <= LABEL_WORDS and not _SENTENCE.search(found["text"]):
             return lead("heading", *found.groups())
-    ended = _SENTENCE.search(rest) or _words(rest) > LABEL_WORDS or len(rest) > LEAD_CHARACTERS
+    ended = _SENTENCE_BEFORE.search(rest) or _words(rest) > LABEL_WORDS or len(rest) > LEAD_CHARACTERS
     return Lead(ListForm("label", before, numeral, after), "", start) if ended else None
 
 

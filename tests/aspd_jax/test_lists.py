@@ -53,7 +53,7 @@ FIRST_ITEMS = {
     "一、早点睡觉。身体好": ("一、", "早点睡觉", "。", "label", "三、"),
     "- Sleep for as long as you need to every single night": ("- ", "", "", "label", "- "),
     "1、睡眠：每天八小时。": ("1、", "睡眠", "：", "label", "3、"),
-    "一、早点睡觉，身体好。": ("一、", "", "", "label", "三、"),
+    "一、早点睡觉，身体好。\n": ("一、", "", "", "label", "三、"),
     "１．睡眠：好。": None,  # digits of other scripts are left as they are
     "**١. النوم**: ثماني ساعات.": ("**", "١. النوم", "**:", "bold", "**"),
     "① 睡眠：好。": ("① ", "睡眠", "：", "label", "③ "),
@@ -220,6 +220,11 @@ FORMS = st.sampled_from(
 @given(TEXTS)
 @example("- " + "x" * 90)
 @example("- " + ":" * 90)
+@example("1. Sleep well.  It helps")
+@example("1. Ask Dr. Brown: he knows")
+@example("一、早点睡觉。 身体好")
+@example("一、早点睡觉。。")
+@example("Tip 1: Sleep well. It helps")
 def test_decisions_on_first_items_are_final(text: str) -> None:
     line = text.split("\n")[0] + "\n"
     begins: set[bool] = set()
