@@ -16,10 +16,12 @@ from aspd_jax.blocks.checks import find_dependence, similar
 from aspd_jax.blocks.extract import CLOSERS, CONCLUSIONS
 from aspd_jax.blocks.markers import CHINESE, SPACELESS, WORDS, number_of
 from aspd_jax.blocks.spans import BlockSpan, BranchSpan
+from aspd_jax.blocks.titles import TRAILING
 
 LABEL_WORDS = 9  # maximum words before a colon; two characters of a script without spaces are a word
 DASH_WORDS = 6  # maximum words before a dash
-LEAD_CHARACTERS = 80  # maximum characters before a colon or dash
+CLAUSE_WORDS = 6  # words of a lead that no punctuation ends
+LEAD_CHARACTERS = 80  # maximum characters of a lead without emphasis
 MAX_BOLD = 100  # maximum characters of a bold lead
 CLOSER = 40  # characters of a line that decide whether it concludes a list
 MAX_ITEMS = 10  # items of a list whose number nobody asked for
@@ -66,12 +68,9 @@ _BOLD = re.compile(
     rf"(?P<text>(?:(?!\*\*)[^\n]){{1,{MAX_BOLD}}}?)(?P<closing>[:：.]?\*\*(?:[ \t]?[:：]|[ \t][-–—](?=[ \t]))?)"
 )
 _BOLD_TAIL = re.compile(r"[ \t]?[-–—]?")  # behind bold words, it may still become part of their closing
-_LABEL = re.compile(
-    r"(?P<text>[^\n:：]{1,78}?)"
-    r"(?P<closing>:(?=[\s*])|：|[ \t][-–—](?=[ \t])|(?<=\w{3})[.!?](?=[ \t]+[^\s.!?])|[。！？](?=[^\s。！？]))"
-)
+_LABEL = re.compile(r"(?P<text>[^\n:：]{1,78}?)(?P<closing>:(?=[\s*])|：|[ \t][-–—](?=[ \t]))")
 _SENTENCE = re.compile(r"[.!?](?=\s)|[。！？\n]")
-_SENTENCE_BEFORE = re.compile(r"[.!?][ \t]+[^ \t]|[。！？][ \t]*[^ \t]|\n")  # a sentence and what follows it
+_COMMA = re.compile(r"[,;:](?=\s)|[，；：、]|[ \t][(—–-]|（")
 _COMPARES = re.compile(r"(?:\w+ )?(?:similarities|differences|comparisons?|contrasts?)", re.IGNORECASE)
 _LEAD_ENDS = {
     "bold": re.compile(r"\*\*|:(?=[\s*])|[：\n]"),
@@ -85,8 +84,8 @@ class ListForm:
     """Form of the items of a list. Their parts, in order: `before`, number, `after`, `opening`, lead, `closing`, body.
 
     Attributes:
-        kind: what ends a lead: emphasis (`bold`), a colon, a dash or the first of several sentences
-            (`label`), or the line (`heading`).
+        kind: what ends a lead: emphasis (`bold`), a colon or dash (`label`), the line (`heading`), or nothing, where
+            the lead is the first clause of the item (`clause`).
         before: text before the number; the whole marker of a list without numbers.
         numeral: numeral of the first item: `1`, `①` or `一`; empty: the list has no numbers.
         after: text behind the number.
@@ -95,7 +94,7 @@ class ListForm:
         separator: text between two items.
     """
 
-    kind: Literal["bold", "label", "heading"]
+    kind: Literal["bold", "label", "heading", "clause"]
     before: str
     numeral: str = ""
     after: str = ""
@@ -115,7 +114,7 @@ class ListForm:
         """Return an item with an ellipsis for its body, or a heading alone."""
         if self.kind == "heading":
             return self.item(index, lead)
-        return f"{self.item(index, lead)}{'' if self.closing.endswith('：') else ' '}..."
+        return f"{self.item(index, lead)}{'' if self.closing[-1:] in ('', '：') else ' '}..."
 
     def goes_on(self, index: int, token: str) -> bool:
         """Return whether a token between two items begins the item `index`."""
@@ -139,7 +138,7 @@ class Lead(NamedTuple):
 
     Attributes:
         form: form of the list.
-        text: the lead without marker, emphasis and closing; empty: the item has none, whatever follows.
+        text: the lead without marker, emphasis and closing; empty: the line has no words.
         end: characters before the body, from the beginning of the line, or of the text behind the marker (`next_lead`).
     """
 
@@ -245,7 +244,7 @@ class ListDetector:
         lead = lead_of(line) if begins else None
         if lead is None:
             return None if "\n" in line else Beginning(place, None, begins)
-        is_short = lead.form.kind == "label" and line[lead.end :].strip(" .") == "\n"
+        is_short = lead.form.kind in ("label", "clause") and line[lead.end :].strip(" .") == "\n"
         if is_short or not lead.text or fork_refusal(self._messages, lead.form, [lead.text], line, text[:place]):
             self.pass_over(lead.form)
             return None
@@ -292,10 +291,14 @@ def lead_of(line: str) -> Lead | None:
 def next_lead(form: ListForm, text: str) -> Lead | None:
     """Return the lead of a further item from the text behind its marker; None: it has not ended, or is too long."""
     start = 2 if form.kind == "label" and text.startswith("**") else 0
-    found = _LEAD_ENDS[form.kind].search(text, start)
-    if found is None or (form.kind == "label" and _words(text[: found.start()]) > LABEL_WORDS):
+    end = None
+    if form.kind == "clause":
+        end = _clause_end(text, CLAUSE_WORDS)
+    elif found := _LEAD_ENDS[form.kind].search(text, start):
+        end = found.start()
+    if end is None or (form.kind == "label" and _words(text[:end]) > LABEL_WORDS):
         return None
-    return Lead(form, text[start : found.start()].strip(" \t*:：.。"), found.start())
+    return Lead(form, text[start:end].strip(" \t*:：.。"), end)
 
 
 def body_of(form: ListForm, text: str) -> Body:
@@ -312,7 +315,9 @@ def body_of(form: ListForm, text: str) -> Body:
         if not line.strip():
             blank = True
             continue
-        kind = "body" if protected or start == 0 else _kind(form, line, section, blank, end == 0)
+        kind = (
+            "body" if protected or start == 0 else _kind(form, line, section, blank, end == 0 and form.kind != "clause")
+        )
         if kind == "body":
             end, blank = start + len(line.rstrip()), False
         else:
@@ -368,8 +373,8 @@ def fork_refusal(
 ) -> str | None:
     """Return the first reason why the items of a list should be written one after the other, or None.
 
-    Reasons are requests for a program, a derivation, a course of events or one connected text, and the dependence that
-    the data pipeline detects (`aspd_jax.blocks.checks`).
+    Reasons are requests for a program, a derivation, a course of events or one connected text, the dependence that the
+    data pipeline detects (`aspd_jax.blocks.checks`), and items that are a lead alone.
 
     Args:
         messages: the messages before the answer; the last one is what it answers.
@@ -378,6 +383,8 @@ def fork_refusal(
         first_item: text of the first item as far as it is known.
         before: text of the answer before the list.
     """
+    if form.kind == "clause" and re.fullmatch(r"[.!?。！？]?\s*\n", first_item[len(form.item(0, leads[0])) :]):
+        return f"no body: the first item is {first_item.strip()!r}"
     texts = [form.item(index, lead) + "\n" for index, lead in enumerate(leads)]
     texts[0] = max(texts[0], first_item + "\n", key=len)
     first = texts[0][len(form.marker(0)) :]
@@ -393,7 +400,7 @@ def fork_refusal(
 
 # A request to write something, but not a question for how to write it.
 _WRITE = (
-    r"(?:^|[.!?:;,\n]\s*|\b(?:please|help me(?: to)?|(?:can|could|would|will) you|you to|and)\s+)(?:please\s+)?"
+    r"(?:^|[.!?:;,\n][^\S\n]*|\b(?:please|help me(?: to)?|(?:can|could|would|will) you|you to|and)\s+)(?:please\s+)?"
     r"(?:write|implement|develop|create|build|code|generate|compose|draft|craft|tell|structure|edit|rewrite|translate)\b"
     r"[^.?!\n]{0,60}?\b"
 )
@@ -417,16 +424,19 @@ _REFUSED = {
             "derivation",
             r"\b(?:solve for|prove|derive|simplify|factori[sz]e|integrate|differentiate|find the value)\b|"
             r"\bwhat is the (?:value|length|area|volume|sum|product|remainder|distance|perimeter|slope)\b|"
-            r"\b(?:reasoning|solution) steps?\b|\bhow (?:do|did|would|can) you (?:solve|calculate|compute|work)\b|"
-            r"\bshow (?:(?:your|all|the) )+(?:work(?:ing)?|steps|reasoning|calculations?)\b|(?:^|[.!?\n]\s*)how (?:many|much)\b|"
-            r"\w\s*=\s*-?[\w(]|[\w)|]\s*[<>≤≥]\s*-?\d|\w\^\d|\d\s*[+*/×÷]\s*\d|求解|证明|计算",
+            r"\b(?:reasoning|solution) steps?\b|\bhow (?:do|did|would|can) you (?:solve|calculate|compute|work (?:it|this|that) out)\b|"
+            r"\bshow (?:(?:your|all|the) )+(?:work(?:ing)?|steps|reasoning|calculations?)\b|"
+            r"(?:^|[.!?\n][^\S\n]*)how (?:many|much)\b|"
+            r"\w\s*=\s*-?[\w(]|(?:\b[a-hj-z]|[)|])\s*[<>≤≥]\s*-?\d|\w\^\d|\d\s*[+*/×÷]\s*\d|求解|证明|计算",
             r"\A(?:calculate|compute|substitute|simplify|solve|multiply|divide|subtract|convert)\b|\\\[|\$\$|\\frac|"
             r"\d\s*[+*/×÷]\s*\d|=\s*\$?\d",
         ),
         (
             "course of events",
-            r"\b(?:recipes?|timeline|chronolog\w+|schedule|itinerary|timetable|agenda)\b|\b\w+-step\b(?!-)|"
-            r"\b(?:summari[sz]e|retell|recap|continue) (?:the|this|that|my|your) (?:\w+ )?(?:story|plot|tale|novel|events?)\b|"
+            r"\b(?:recipes?|timeline|chronolog\w+|schedule|itinerary|timetable|agenda)\b|"
+            r"\b\w+-step (?:\w+ )?(?:plan|process|workflow|procedure|guide|method|approach|routine)\b|"
+            r"\b(?:summari[sz]e|retell|recap|continue) (?:the|this|that|my|your) (?:\w+ )?"
+            r"(?:story|plot|tale|novel|events?)\b|"
             r"\bhow (?:do|can|should|would|to)\b(?: (?:i|you|we|one))? "
             r"(?:cook|bake|install|assemble|replace|repair|fix|plant)\b",
             r"\A(?:first(?:ly)?,|preheat\b|gather (?:the|your|all) (?:ingredients|materials|tools))",
@@ -489,7 +499,7 @@ def _any_lead(line: str) -> Lead | None:
         before, after = numbered["before"], numbered["after"]
         numeral = next(first for first, digits in _NUMERALS.items() if re.match(digits, numbered["number"]))
 
-    def lead(kind: Literal["bold", "label", "heading"], opening: str, text: str, closing: str) -> Lead | None:
+    def lead(kind: Literal["bold", "label", "heading", "clause"], opening: str, text: str, closing: str) -> Lead | None:
         """Return a lead unless it has no word; spaces before the closing belong to the closing."""
         end = start + len(opening) + len(text) + len(closing)
         text, closing = text.rstrip(), text[len(text.rstrip()) :] + closing
@@ -505,17 +515,38 @@ def _any_lead(line: str) -> Lead | None:
         if found is None or (found["closing"].endswith("**") and _BOLD_TAIL.fullmatch(rest, found.end())):
             return None
         return lead("bold", opening, *found.groups())
-    if not marker or not any(map(str.isalnum, rest)):
+    if not marker:
         return None
     if found := _LABEL.match(rest):
         limit = DASH_WORDS if found["closing"][:1] in (" ", "\t") else LABEL_WORDS
         if _words(found["text"]) <= limit and not _SENTENCE.search(found["text"]):
             return lead("label", "", *found.groups())
-    if numbered and numbered["colon"] and (found := _HEADING_TEXT.match(rest)):  # such as "Tip 1: Sleep"
-        if _words(found["text"]) <= LABEL_WORDS and not _SENTENCE.search(found["text"]):
-            return lead("heading", *found.groups())
-    ended = _SENTENCE_BEFORE.search(rest) or _words(rest) > LABEL_WORDS or len(rest) > LEAD_CHARACTERS
-    return Lead(ListForm("label", before, numeral, after), "", start) if ended else None
+    end = _clause_end(rest, LABEL_WORDS)
+    return None if end is None else lead("clause", "", rest[:end], "")
+
+
+def _clause_end(text: str, limit: int) -> int | None:
+    """Return the end of the first clause of an item without a colon; None: the clause may go on.
+
+    Args:
+        text: the item behind its marker.
+        limit: words after which no colon is expected. With `CLAUSE_WORDS`, none is expected at all.
+    """
+    words = list(_WORD.finditer(text, 0, LEAD_CHARACTERS))
+    sentence = _SENTENCE.search(text)
+    ends = [sentence.start()] if sentence else []
+    ends += [words[limit].start()] if len(words) > limit else []
+    ends += [LEAD_CHARACTERS] if len(text) > LEAD_CHARACTERS else []
+    clause = text[: min(ends, default=len(text))]
+    commas = (comma.start() for comma in _COMMA.finditer(clause) if _words(clause[: comma.start()]) > 1)
+    if (ends or limit == CLAUSE_WORDS) and (comma := next(commas, None)):
+        return comma
+    if not ends:
+        return None
+    if sentence and sentence.start() == min(ends):
+        return len(clause.rstrip())
+    kept = words[:CLAUSE_WORDS]
+    return len(TRAILING.sub("", clause[: kept[-1].end()])) if kept else 0
 
 
 def _words(text: str) -> int:

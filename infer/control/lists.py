@@ -14,8 +14,8 @@ import numpy as np
 
 from aspd_jax.blocks.checks import asked_for
 from aspd_jax.lists import (
+    CLAUSE_WORDS,
     CLOSER,
-    LABEL_WORDS,
     MAX_ITEMS,
     MAX_LEAD_TOKENS,
     MIN_ITEMS,
@@ -248,7 +248,7 @@ class Lists(Controller):
     def _until_lead(self, text: str, serial: Sequence[int]) -> int:
         """Return the tokens without a punctuation mark after which the lead that a text begins may have ended."""
         marked = int(self._classes.kind[serial[-1]]) in (MARK, OPENER)  # what a mark ends depends on what follows it
-        return 1 if marked else max(1, LABEL_WORDS + 1 - len(text.split()))
+        return 1 if marked else max(1, CLAUSE_WORDS - len(text.split()))
 
     @property
     def _most(self) -> int:
@@ -264,7 +264,7 @@ class Lists(Controller):
         allowed = ((IN_LINE >> self._classes.kind.astype(np.int32)) & 1 > 0) & ~self._classes.marker
         allowed[opened.outline.barred] = False
         mask = token_bits(allowed, -(-allowed.size // 32))
-        guidance = RowGuidance({0: [mask]}, {0: LABEL_WORDS}, {0: MARKS}, serial=SCRATCH)
+        guidance = RowGuidance({0: [mask]}, {0: CLAUSE_WORDS}, {0: MARKS}, serial=SCRATCH)
         return self._resumed(guidance, size, output, known)
 
     # Bodies

@@ -195,25 +195,17 @@ class Matcher:
         bits = bits[: self._words]  # the matcher's mask may have one word more
         return bits
 
-    def accepted(self, tokens: Sequence[int]) -> int:
-        """Return how many of these tokens, from the first, the grammar accepts; the position stays."""
-        return self._ask(lambda own: int(own.deep_copy().try_consume_tokens(list(tokens))))
-
     def known_tokens(self) -> list[int]:
         """Return the tokens that have to come next, as far as the grammar determines the text."""
         return self._ask(lambda own: list(own.compute_ff_tokens()))
 
     def accepts(self, tokens: Sequence[int] | np.ndarray) -> bool:
         """Return whether these tokens, from the beginning, are a whole text of the grammar; the position stays."""
-
-        def ends(own: Any) -> bool:
-            whole = own.deep_copy()
-            whole.reset()
-            whole.consume_tokens([int(token) for token in tokens])
-            return bool(whole.is_accepting())
-
-        self._shares = True
-        return self._ask(ends)
+        whole = self.copy()
+        whole._matcher.reset()
+        whole._tokens = []
+        whole.take(tokens)
+        return whole._ask(lambda own: bool(own.is_accepting()))
 
 
 def after_space(grammar: str) -> str:

@@ -91,9 +91,10 @@ class AdapterSlots:
             )
         adapter = open_adapter(folder)
         put_adapter(self._lm, free[0], adapter)
-        self._names[name] = self._slots[free[0]] = number = next(self._numbers)
+        number = next(self._numbers)
         if "positions" in adapter.settings:
             self._tagged.add(number)
+        self._names[name] = self._slots[free[0]] = number  # last: other threads select it from here on
 
     def remove(self, name: str) -> None:
         """Remove the name of an adapter; requests that selected it keep it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 
 import pytest
@@ -15,6 +16,7 @@ from aspd_jax.lists import (
     Body,
     ListDetector,
     ListForm,
+    Outline,
     begins_item,
     body_of,
     fork_refusal,
@@ -43,22 +45,18 @@ FIRST_ITEMS = {
     "### 1. Sleep\n": ("### 1. ", "Sleep", "", "heading", "### 3. "),
     "## **Sleep well:**\n": ("## **", "Sleep well", ":**", "heading", "## **"),
     "# All about sleep\n": None,
-    "Step 1: Lie down\n": ("Step 1: ", "Lie down", "", "heading", "Step 3: "),
-    "Tip 1: Lie down. Then sleep.\n": ("Tip 1: ", "Lie down", ".", "label", "Tip 3: "),
-    "1. Sleep for eight hours, even on Sundays.\n": ("1. ", "", "", "label", "3. "),
-    "1. Sleep for eight hours": None,
-    "1. Sleep for eight hours. It helps": ("1. ", "Sleep for eight hours", ".", "label", "3. "),
-    "1. Ask Dr. Brown for advice. It helps": ("1. ", "", "", "label", "3. "),
-    "1. Sleep for eight hours.\n": ("1. ", "", "", "label", "3. "),
-    "一、早点睡觉。身体好": ("一、", "早点睡觉", "。", "label", "三、"),
-    "- Sleep for as long as you need to every single night": ("- ", "", "", "label", "- "),
+    "Step 1: Lie down\n": ("Step 1: ", "Lie down", "", "clause", "Step 3: "),
+    "1. Sleep for eight hours, even on Sundays.": ("1. ", "Sleep for eight hours", "", "clause", "3. "),
+    "- Sleep for as long as you need to every single night.": ("- ", "Sleep for as long as you", "", "clause", "- "),
     "1、睡眠：每天八小时。": ("1、", "睡眠", "：", "label", "3、"),
-    "一、早点睡觉，身体好。\n": ("一、", "", "", "label", "三、"),
+    "一、早点睡觉，身体好。": ("一、", "早点睡觉", "", "clause", "三、"),
     "１．睡眠：好。": None,  # digits of other scripts are left as they are
     "**١. النوم**: ثماني ساعات.": ("**", "١. النوم", "**:", "bold", "**"),
     "① 睡眠：好。": ("① ", "睡眠", "：", "label", "③ "),
-    "1. At 9:30 we leave, and come back late at night.\n": ("1. ", "", "", "label", "3. "),
-    "1. https://example.org/a/b has all about it, and more than that": ("1. ", "", "", "label", "3. "),
+    "1. At 9:30 we leave, and come back late at night.": ("1. ", "At 9:30 we leave", "", "clause", "3. "),
+    "1. https://example.org/a/b has all about it, and more than that": (
+        "1. ", "https://example.org/a/b has all about it", "", "clause", "3. ",
+    ),
     "   1. **Sleep**: nested.": None,
     "1.5 litres of water.": None,
     "1: no list, but a ratio": None,
@@ -102,8 +100,8 @@ def test_a_joint_goes_on_with_the_marker(before: str, token: str, goes_on: bool)
 
 
 def test_shown_items_have_an_ellipsis() -> None:
-    leads = ["1. **Sleep**: x", "- Sleep well. Then x\n", "1、睡眠：好", "## Sleep\n"]
-    shown = ["2. **Eat**: ...", "- Eat. ...", "2、Eat：...", "## Eat"]
+    leads = ["1. **Sleep**: x", "- Sleep for eight hours, then x\n", "1、睡眠：好", "## Sleep\n"]
+    shown = ["2. **Eat**: ...", "- Eat...", "2、Eat：...", "## Eat"]
     assert [lead.form.shown(1, "Eat") for line in leads if (lead := lead_of(line))] == shown
 
 
@@ -125,9 +123,9 @@ def test_numerals() -> None:
         ("1. Sleep: x", "Eat as much as you can whenever you can find it: y", None),
         ("## Sleep\n", "Eat: well\n", "Eat: well"),
         ("## Sleep\n", "Eat: well", None),
-        ("- Sleep long: then rise\n", "Eat well, and often", None),
-        ("- Sleep long: then rise\n", "Eat well", None),
-        ("- Sleep long: then rise\n", "Eat well.\n", "Eat well"),
+        ("- Sleep long, then rise\n", "Eat well, and often", "Eat well"),
+        ("- Sleep long, then rise\n", "Eat well", None),
+        ("- Sleep long, then rise\n", "Eat well.\n", "Eat well"),
         ("1、睡眠：好", "饮食：好", "饮食"),
         ("1. **Sleep**: x", "\n", ""),
     ],
@@ -169,8 +167,8 @@ BODIES = [
     (BULLETS, " Two:\n1. a\n2. b", "\n- ", "item"),
     (BULLETS, " Two:\n* a\n* b", "\n- ", "item"),
     (BULLETS, " One.", "\n\n2. Eat", "prose"),
-    (ListForm("label", "- ", closing="."), " One.", "\n\nThat is all.", "prose"),
-    (ListForm("heading", "Part ", "1", ": "), "\n\nOne.\n\nTwo.", "\n\nPart 2: ", "item"),
+    (ListForm("clause", "- "), "", "\n\nThat is all.", "prose"),
+    (ListForm("clause", "Part ", "1", ": "), "\n\nOne.\n\nTwo.", "\n\nPart 2: ", "item"),
     (SECTIONS, "\n\nOne.\n\nTwo.\n\n### Deep\n\n1. a", "\n\n## ", "item"),
     (SECTIONS, "\n\nOne.", "\n\n# ", "heading"),
     (SECTIONS, "\n\nOne.", "\n\nIn conclusion, sleep is all that one needs.", "prose"),
@@ -213,18 +211,13 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 TEXTS = st.lists(PIECES, max_size=14).map("".join) | st.text(max_size=30)
 FORMS = st.sampled_from(
-    [lead.form for line, form in FIRST_ITEMS.items() if form and form[1] and (lead := lead_of(line.rstrip("\n") + " \n"))]
+    [lead.form for line, form in FIRST_ITEMS.items() if form and (lead := lead_of(line.rstrip("\n") + " \n"))]
 )
 
 
 @given(TEXTS)
 @example("- " + "x" * 90)
 @example("- " + ":" * 90)
-@example("1. Sleep well.  It helps")
-@example("1. Ask Dr. Brown: he knows")
-@example("一、早点睡觉。 身体好")
-@example("一、早点睡觉。。")
-@example("Tip 1: Sleep well. It helps")
 def test_decisions_on_first_items_are_final(text: str) -> None:
     line = text.split("\n")[0] + "\n"
     begins: set[bool] = set()
@@ -259,7 +252,7 @@ TAILS = ["It helps.", "It helps.\n   - nested: a\n   - b", "See:\n```\n2. x\n\n-
 
 @given(FORMS, LEADS, st.lists(st.sampled_from(TAILS), min_size=12, max_size=12), st.sampled_from(["\n", "\n\n"]))
 def test_joined_items_are_read_again(form: ListForm, leads: list[str], tails: list[str], gap: str) -> None:
-    first = "\n\n" if form.kind == "heading" or form == BOLD else " "
+    first = "\n\n" if form.kind == "heading" or form == BOLD else ", " if form.kind == "clause" else " "
     items = [
         form.item(number, lead) + first + tail for number, (lead, tail) in enumerate(zip(leads, tails, strict=False))
     ]
@@ -314,8 +307,8 @@ REFUSED = {
     ],
     "connected text": ["Can you help me write a letter to my landlord?", "Tell me a story about a fox."],
     "course of events": [
-        "Give me a recipe for soup.", "How do I install a sink?", "Explain it step by step.", "Design a five-step workflow.",
-        "Summarize the story with three bullet points.",
+        "Give me a recipe for soup.", "How do I install a sink?", "Explain it step by step.",
+        "Design a five-step workflow.", "Summarize the story with three bullet points.",
     ],
 }  # fmt: skip
 
@@ -335,6 +328,10 @@ def test_questions_for_one_whole_are_refused(kind: str, question: str) -> None:
         "How can a school create a good climate in class?",
         "Summarize the main ideas of this text.",
         "I know how much I sleep. What else helps?",
+        "How do you work with difficult colleagues?",
+        "What is two-step verification good for?",
+        "I <3 lists. Give me ideas for gifts.",
+        "Give me tips for ages > 5.",
         "如何改善睡眠？",
     ],
 )
@@ -343,6 +340,30 @@ def test_questions_for_items_fork(question: str) -> None:
     assert (
         fork_refusal([question], NUMBERS, ["Sleep", "Eat", "Walk"], "1. **Sleep**: Eight hours.", "Tips:\n\n") is None
     )
+
+
+def test_items_without_a_body_are_refused() -> None:
+    form = ListForm("clause", "- ")
+    assert (fork_refusal(["Name fruit."], form, ["Red apples"], "- Red apples.\n") or "").startswith("no body")
+    for item in ("- Red apples", "- Red apples, such as Gala\n", "- Red apples. They are sweet.\n"):
+        assert fork_refusal(["Name fruit."], form, ["Red apples"], item) is None
+    assert fork_refusal(["Name fruit."], BULLETS, ["Red apples"], "- Red apples:\n") is None
+
+
+def test_long_questions_take_linear_time() -> None:
+    begun = time.perf_counter()
+    assert fork_refusal(["\n" * 100_000 + "How can I sleep?"], NUMBERS, ["Sleep", "Eat"]) is None
+    assert time.perf_counter() - begun < 10, "quadratic: minutes"
+
+
+def test_a_lead_that_compares_the_others_ends_the_outline() -> None:
+    lead = lead_of("1. **Euclidean geometry**: flat")
+    assert lead is not None
+    outline = Outline(lead, 10)
+    assert outline.take(lead._replace(text="Riemannian geometry"), 5)
+    assert not outline.take(lead._replace(text="Key Differences"), 5)
+    assert outline.leads == ["Euclidean geometry", "Riemannian geometry"]
+    assert outline.take(lead._replace(text="Differences in price"), 5), "negative control"
 
 
 @pytest.mark.parametrize(
@@ -365,7 +386,7 @@ def test_real_answers() -> None:
     """Check decisions on prefixes of real answers, that no text is lost, and which questions fork."""
     rows = [json.loads(line) for line in shared("data", "answers", "vicuna80.jsonl").read_text().splitlines()]
     suitable = {"generic", "knowledge", "common-sense", "counterfactual"}
-    forks, without_leads = Counter[tuple[bool, bool]](), 0
+    forks = Counter[tuple[bool, bool]]()
     for row in rows:
         text = row["answer"].replace("\r\n", "\n")
         for found in (lists := list(lists_of(text))):
@@ -378,9 +399,6 @@ def test_real_answers() -> None:
                 assert part.end <= whole.end and part.next in (None, whole.next)
         if lists and len(lists[0].items) > 1 and lists[0].leads[0]:
             first = lists[0]
-            if not first.leads[0].text:
-                without_leads += row["category"] in suitable
-                continue
             refused = fork_refusal(
                 [row["question"]],
                 first.form,
@@ -388,6 +406,6 @@ def test_real_answers() -> None:
                 before=text[: first.start],  # type: ignore[union-attr]
             )
             forks[row["category"] in suitable, refused is None] += 1
-    assert forks[True, True] > 210 and forks[False, False] > 20 and without_leads < 30
+    assert forks[True, True] > 230 and forks[False, False] > 60
     assert forks[True, True] >= 0.95 * (forks[True, True] + forks[True, False])
     assert forks[True, True] >= 0.9 * (forks[True, True] + forks[False, True])
