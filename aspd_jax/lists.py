@@ -424,7 +424,8 @@ _REFUSED = {
             "derivation",
             r"\b(?:solve for|prove|derive|simplify|factori[sz]e|integrate|differentiate|find the value)\b|"
             r"\bwhat is the (?:value|length|area|volume|sum|product|remainder|distance|perimeter|slope)\b|"
-            r"\b(?:reasoning|solution) steps?\b|\bhow (?:do|did|would|can) you (?:solve|calculate|compute|work (?:it|this|that) out)\b|"
+            r"\b(?:reasoning|solution) steps?\b|"
+            r"\bhow (?:do|did|would|can) you (?:solve|calculate|compute|work (?:it|this|that) out)\b|"
             r"\bshow (?:(?:your|all|the) )+(?:work(?:ing)?|steps|reasoning|calculations?)\b|"
             r"(?:^|[.!?\n][^\S\n]*)how (?:many|much)\b|"
             r"\w\s*=\s*-?[\w(]|(?:\b[a-hj-z]|[)|])\s*[<>≤≥]\s*-?\d|\w\^\d|\d\s*[+*/×÷]\s*\d|求解|证明|计算",
