@@ -12,7 +12,6 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from aspd_jax.files import Log, write_whole
-from aspd_jax.journal import read_journal
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.weights import ADAPTERS
 
@@ -59,12 +58,17 @@ def open_metrics(folder: Path, first: int) -> Log:
 
     Args:
         folder: folder of the run.
-        first: step from which the run resumes; later records are deleted, so that no step occurs twice.
-
-    Raises:
-        DataError: a line is not JSON.
+        first: step from which the run resumes; later records are deleted, so that no step occurs twice, and so are
+            damaged lines.
     """
     file = folder / "metrics.jsonl"
-    kept = [record for record in read_journal(file) if record["step"] <= first]
-    write_whole(file, "".join(json.dumps(record) + "\n" for record in kept))
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    write_whole(file, "".join(f"{line}\n" for line in lines if _step(line) <= first))
     return Log(file)
+
+
+def _step(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

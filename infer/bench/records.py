@@ -31,7 +31,7 @@ def _hint(schema: Any) -> str:
     return " (true or false)" if schema.get("type") == "boolean" else ""
 
 
-def read_object(text: str) -> dict[str, Any] | None:
+def parse_object(text: str) -> dict[str, Any] | None:
     """Return the JSON object of an answer; None: it is none."""
     try:
         value = json.loads(text)

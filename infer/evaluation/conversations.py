@@ -55,41 +55,39 @@ def _converse(
     """Hold the conversation of a question for `run_together`, and return its record."""
     params = decoding.params(question.temperature, place, mode)
     messages, turns = list[dict[str, Any]](), list[dict[str, Any]]()
-    graded, failed = dict[str, Any](), dict[str, str]()
+    grade, error_field = dict[str, Any](), dict[str, str]()
     for text in question.turns:
         messages.append({"role": "user", "content": text})
         try:
             if question.options:
-                graded = yield from _decide(engine, messages, question)
-                break
-            handle = engine.submit(messages, params, mode)
+                asked = engine.ask(messages, [_choice(question)])
+                handle = engine.submit_checked(asked.asked[0].request)
+            else:
+                handle = engine.submit(messages, params, mode)
         except AspdError as error:
-            failed = {"error": str(error)}
+            error_field = {"error": str(error)}
             break
         while handle.result is None:
             yield
+        if question.options:
+            (decision,) = engine.read_decisions(asked, [handle.result.scores])
+            correct = question.options[decision.best] == question.right
+            grade = {"probabilities": decision.probabilities, "correct": correct}
+            break
         turns.append(turn_record(engine, handle.result, [message["content"] for message in messages]))
         messages.append({"role": "assistant", "content": handle.result.text, "token_ids": handle.result.token_ids})
     if question.options:
-        graded = graded or {"correct": False}  # it could not be asked
+        grade = grade or {"correct": False}  # it could not be asked
     elif question.right:
         whole = len(turns) == len(question.turns)
-        graded = {"correct": whole and last_number(turns[-1]["text"]) == last_number(question.right)}
+        grade = {"correct": whole and last_number(turns[-1]["text"]) == last_number(question.right)}
     record = {"question_id": question.id, "category": question.category, "turns": turns, "forks": question.forks}
-    return graded | record | failed
+    return grade | record | error_field
 
 
-def _decide(
-    engine: Engine, messages: Sequence[dict[str, Any]], question: Question
-) -> Generator[None, None, dict[str, Any]]:
-    """Ask a question with options as a decision, and return the fields of its record."""
-    asked = engine.ask(messages, [decisions.Question("choice", WHICH, tuple(map(decisions.Option, question.options)))])
-    handle = engine.submit_checked(asked.asked[0].request)
-    while handle.result is None:
-        yield
-    (decision,) = engine.read_decisions(asked, [handle.result.scores])
-    correct = question.options[decision.best] == question.right
-    return {"probabilities": decision.probabilities, "correct": correct}
+def _choice(question: Question) -> decisions.Question:
+    """Return the decision that a question with options asks for."""
+    return decisions.Question("choice", WHICH, tuple(map(decisions.Option, question.options)))
 
 
 def turn_record(engine: Engine, result: Result, messages: Sequence[str]) -> dict[str, Any]:

@@ -92,13 +92,16 @@ def read_run(output: Path) -> tuple[EvalConfig, dict[str, Any]]:
     """Read the configuration and the environment of a run.
 
     Raises:
-        ConfigError: the folder holds no evaluation.
-        CheckpointError: a file of it is damaged.
+        ConfigError: the folder holds no evaluation, or a damaged one.
     """
     file = output / "config.json"
     if not file.is_file():
         raise ConfigError(f"{output}: expected an evaluation, got none. Create one with `aspd eval run`.")
-    return config_from_dict(EvalConfig, read_object(file), str(file)), read_object(output / "environment.json")
+    try:
+        settings, known = read_object(file), read_object(output / "environment.json")
+    except CheckpointError as error:
+        raise ConfigError(str(error).removesuffix(" Download the file again.")) from None
+    return config_from_dict(EvalConfig, settings, str(file)), known
 
 
 def _claim(

@@ -19,7 +19,7 @@ from aspd_jax.journal import append, open_journal, resume
 from aspd_jax.jsonl import read_lines
 from aspd_jax.progress import Bar
 from aspd_jax.tables import markdown_table
-from infer.bench.records import describe_fields, read_object, record_prompt, run_compiled
+from infer.bench.records import describe_fields, parse_object, record_prompt, run_compiled
 from infer.engine import Engine
 from infer.evaluation.intervals import difference, interval, ratio
 from infer.request import Fields, SamplingParams
@@ -102,7 +102,7 @@ class Task(AnyTask):
         return prompt, replace(params, json_schema=self.schema, fields=mode)
 
     def read(self, engine: Engine, text: str) -> dict[str, Any]:
-        return read_object(text) or {}
+        return parse_object(text) or {}
 
     def right(self, values: Mapping[str, Any]) -> dict[str, bool]:
         return {name: name in values and equal(values[name], gold) for name, gold in self.gold.items()}

@@ -42,7 +42,7 @@ def interval(values: Sequence[float]) -> Interval:
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     """Return the total of `ours` divided by that of `theirs` over pairs of values, with its interval."""
     first, second = np.asarray([ours, theirs], float)
-    return _bootstrap(_ratio, first, second, constant=bool(np.ptp(first / second) == 0))
+    return _bootstrap(_ratio, first, second, constant=first.size < 2 or bool(np.ptp(first / second) == 0))
 
 
 def _ratio(ours: np.ndarray, theirs: np.ndarray, axis: int = -1) -> np.ndarray:

@@ -15,7 +15,7 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.pictures import rendered
 from aspd_jax.progress import waiting
 from infer.answers.answer import Result, content_ids
-from infer.bench.records import Run, read_object, record_prompt, run_compiled
+from infer.bench.records import Run, parse_object, record_prompt, run_compiled
 from infer.decisions import Decision, Option, Question
 from infer.engine import Engine
 from infer.request import Fields, SamplingParams
@@ -105,7 +105,7 @@ def demonstrate_record(console: Console, engine: Engine) -> Compared:
 
     results = {order: _measure(engine, partial(decode, order)) for order in orders}
     table = Table("field", *orders)
-    values = {order: read_object(result.text) or {} for order, (result, _) in results.items()}
+    values = {order: parse_object(result.text) or {} for order, (result, _) in results.items()}
     for field in ORDER_SCHEMA["properties"]:
         found = [json.dumps(own[field], ensure_ascii=False) if field in own else "" for own in values.values()]
         table.add_row(field, *found)

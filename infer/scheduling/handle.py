@@ -186,7 +186,7 @@ def run_together(
     """Run generators that submit requests and yield while these are under way; yield what they return as they end.
 
     Args:
-        step: runs a chunk of at most so many steps (`Engine.step`).
+        step: runs at most the given number of steps (`Engine.step`).
         jobs: the generators, which start in this order.
         limit: maximum number of generators that have started and not ended.
     """

@@ -32,7 +32,7 @@ from infer.request import Request as DecodingRequest
 from infer.server.config import ServerConfig
 from infer.server.decisions import DecisionsRequest, SystemOneRequest
 from infer.server.deltas import branch_deltas, merged, text_deltas
-from infer.server.engine_thread import EngineThread, Ticket, failure
+from infer.server.engine_thread import EngineThread, Ticket, engine_error
 from infer.server.forms import Answer, Chat, Chunks, Form, Text, ToolChat, reply, statistics, token_usage, usage
 from infer.server.guard import REQUEST_ID, Guard, while_connected
 from infer.server.messages import ChatRequest, Common, CompletionRequest, Conversation, LoadAdapter, UnloadAdapter
@@ -415,8 +415,8 @@ class _Server:
         except Refused as refused:
             yield [refused.body]
         except Exception:
-            log.exception("the stream of an answer")
-            yield [failure().body]
+            log.exception("the stream of answer %s", head["id"])
+            yield [engine_error().body]
         finally:
             for ticket in tickets:
                 ticket.cancelled = True

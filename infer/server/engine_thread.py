@@ -30,7 +30,7 @@ REPLACED = "model: the adapter was removed or replaced before the request began"
 HEARTBEAT = 5.0  # seconds between commands of an idle engine in several processes, which wait for the next
 
 
-def failure() -> Refused:
+def engine_error() -> Refused:
     """Return the error of a request on which the engine failed even alone, or that a stop of the server ended."""
     return Refused(500, "the server failed on this request", "server_error")
 
@@ -79,12 +79,12 @@ class Ticket:
             except TimeoutError:
                 raise Refused(504, f"no answer within {self._timeout:g} s", "timeout", "timeout") from None
             if events is None:
-                raise failure()
+                raise engine_error()
             if (result := events[-1].result) is not None:
                 if result.error:
                     raise Refused(400, result.error)
                 if self.logprobs is None and self.request.alternatives is not None:
-                    raise failure()
+                    raise engine_error()
             yield events
             if result is not None:
                 return

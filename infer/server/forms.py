@@ -85,10 +85,10 @@ def finish(result: Result) -> str:
 def reply(body: Common, answer: Answer) -> Response:
     """Return the HTTP response of an answer: JSON, or a stream that ends with `[DONE]` unless it failed."""
     response = JSONResponse(answer) if isinstance(answer, dict) else stream(answer, data, "data: [DONE]\n\n")
-    return with_ignored(response, body)
+    return name_ignored(response, body)
 
 
-def with_ignored(response: Response, body: Common) -> Response:
+def name_ignored(response: Response, body: Common) -> Response:
     """Return a response whose header `X-Aspd-Ignored` names the keywords of schemas that the answer need not follow."""
     if names := [quote(name, safe=SAFE) for name in body.ignored]:
         ends = accumulate(len(name) + 2 for name in names)

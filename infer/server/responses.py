@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi.responses import JSONResponse, Response
 from pydantic import Discriminator, Field, Tag
 
-from infer.server.forms import Answer, Chunks, data, response_usage, stream, with_ignored
+from infer.server.forms import Answer, Chunks, data, name_ignored, response_usage, stream
 from infer.server.messages import (
     Conversation,
     JsonObject,
@@ -225,7 +225,7 @@ class Translation:
         status = "incomplete" if cut else "completed"
         yield from self._close(status, logprobs)
         if self._calls and self._text is not None and logprobs is not None:  # those of the text are known only now
-            self._output[0] = self._message("completed", [self._part(self._text, self._before_calls(logprobs))])
+            self._output[0] = self._message("completed", [self._part(self._text, self._text_logprobs(logprobs))])
         cached = usage.get("prompt_tokens_details", {"cached_tokens": 0})["cached_tokens"]
         response = self._base | {
             "status": status, "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -252,7 +252,7 @@ class Translation:
     def _place(self) -> dict[str, Any]:
         return self._item_place | {"content_index": 0}
 
-    def _before_calls(self, logprobs: dict[str, Any]) -> dict[str, Any]:
+    def _text_logprobs(self, logprobs: dict[str, Any]) -> dict[str, Any]:
         """Return the log probabilities of the text; the tokens after it are those of the calls."""
         tokens, size = logprobs["content"], len((self._text or "").encode())
         starts = accumulate((len(token["bytes"]) for token in tokens), initial=0)
@@ -307,9 +307,9 @@ class Translation:
 def reply_response(body: ResponsesRequest, answer: Answer) -> Response:
     """Return the HTTP response for a chat completion: JSON or a stream of events."""
     if isinstance(answer, dict):
-        return with_ignored(JSONResponse(respond(body, answer)), body)
+        return name_ignored(JSONResponse(respond(body, answer)), body)
     events = respond_streaming(body, answer)
-    return with_ignored(stream(events, lambda event: f"event: {event['type']}\n{data(event)}"), body)
+    return name_ignored(stream(events, lambda event: f"event: {event['type']}\n{data(event)}"), body)
 
 
 def respond(body: ResponsesRequest, completion: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from infer.answers.answer import content_ids
 from infer.evaluation.config import DecodingSection, EvalConfig, SpeedSection, System
 from infer.evaluation.conversations import answer_questions
 from infer.evaluation.health import health
-from infer.evaluation.intervals import difference, interval
+from infer.evaluation.intervals import difference, interval, ratio
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import time_questions
 from notebooks.figures import timeline
@@ -203,6 +203,7 @@ def test_intervals_cover_the_mean() -> None:
     exact = stats.t.interval(0.95, 199, values.mean(), stats.sem(values))
     assert (of.low, of.high) == pytest.approx(exact, abs=0.03)
     assert interval([2.0]) == (2.0, 2.0, 2.0, 1) and interval([1.0, 1.0]) == (1.0, 1.0, 1.0, 2)
+    assert ratio([], []).values == 0 and ratio([4.0], [2.0]) == (2.0, 2.0, 2.0, 1)
 
 
 def test_differences_are_paired() -> None:
