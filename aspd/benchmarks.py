@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from aspd.options import (
-    HelpFormatter,
     answer_structures,
+    command,
     draft_options,
     dtype_option,
     layer_options,
     positive,
     print_left_out,
-    shape_options,
     where,
 )
 from aspd_jax.errors import RequestError
@@ -32,13 +31,14 @@ def add(commands: Any) -> None:
     bench = commands.add_parser("bench", help="Measure speed against baselines in the same run.")
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
 
-    decode = kinds.add_parser(
-        "decode", help="steps by width, and whole answers in adaptive and in serial mode", formatter_class=HelpFormatter
-    )
-    decode.set_defaults(run=run_bench_decode)
+    about = "Steps by width, and whole answers in adaptive and in serial mode."
+    decode = command(kinds, "decode", run_bench_decode, about)
     decode.add_argument("--model", metavar="MODEL", help="checkpoint; default: a random model of --shape")
     decode.add_argument("--adapter", metavar="DIR", help="folder of an adapter for --model")
-    shape_options(decode)
+    decode.add_argument("--shape", default="27m", help="size of a random model: 27m, 1b, 7b, 8b or 32b")
+    dtype_option(decode)
+    decode.add_argument("--repeats", type=int, default=7, help="runs of each kind, of which the median is reported")
+    decode.add_argument("--json", type=Path, metavar="FILE", help="file for the figures, as JSON")
     layer_options(decode)
     decode.add_argument("--context", type=int, nargs="+", default=[128], help="tokens of the prompt")
     decode.add_argument("--batch", type=int, nargs="+", default=[1], help="simultaneous requests")
@@ -55,21 +55,15 @@ def add(commands: Any) -> None:
         metavar="NxT",
         help=f"branches x tokens of a branch; default: {' '.join(ANSWERS)}, and none without structure tokens",
     )
-    decisions = kinds.add_parser(
-        "decisions", help="questions about one input: one pass, a request for each, serial JSON",
-        formatter_class=HelpFormatter,
-    )  # fmt: skip
-    decisions.set_defaults(run=run_bench_decisions)
+    about = "Questions about one input: one pass, a request for each, serial JSON."
+    decisions = command(kinds, "decisions", run_bench_decisions, about)
     decisions.add_argument("--model", default="smollm2", metavar="MODEL", help="checkpoint")
     dtype_option(decisions)
     decisions.add_argument("--questions", type=int, nargs="+", default=[1, 4, 16, 64], help="numbers of questions")
     decisions.add_argument("--batch", type=int, default=4, help="requests that run together")
     decisions.add_argument("--repeats", type=int, default=3, help="timed runs of each")
-    peers = kinds.add_parser(
-        "peers", help="servers with OpenAI's interface: text, records with a JSON schema, and decisions",
-        formatter_class=HelpFormatter,
-    )  # fmt: skip
-    peers.set_defaults(run=run_bench_peers)
+    about = "Servers with OpenAI's interface: text, records with a JSON schema, and decisions."
+    peers = command(kinds, "peers", run_bench_peers, about)
     peers.add_argument("servers", nargs="+", metavar="NAME=URL", help="servers, such as vLLM=http://127.0.0.1:8000/v1")
     peers.add_argument("--tokens", type=int, default=128, help="maximum tokens of an answer in text")
     peers.add_argument("--fields", type=int, nargs="*", default=[8, 16], help="numbers of fields of the records")
@@ -78,10 +72,8 @@ def add(commands: Any) -> None:
     peers.add_argument("--repeats", type=int, default=3, help="timed runs of the decisions")
     peers.add_argument("--timeout", type=float, default=600, help="maximum seconds of a request")
     peers.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
-    fields = kinds.add_parser(
-        "fields", help="JSON fields and tool calls: serial, exact and parallel fields", formatter_class=HelpFormatter
-    )
-    fields.set_defaults(run=run_bench_fields)
+    about = "JSON fields and tool calls: serial, exact and parallel fields."
+    fields = command(kinds, "fields", run_bench_fields, about)
     fields.add_argument("--model", default="smollm2", metavar="MODEL", help="checkpoint")
     fields.add_argument("--adapter", metavar="DIR", help="folder of an adapter for --model")
     dtype_option(fields)
@@ -113,7 +105,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     from aspd_jax.language_model import as_int8
     from aspd_jax.progress import Bar
     from aspd_jax.shapes import benchmark_model
-    from infer.bench.decoding import ANSWER_HEAD, answer_rows, answer_times
+    from infer.bench.decoding import answer_table, answer_times
     from infer.bench.step_times import copy_bandwidth, logit_error, measure_steps, peak_bytes, step_table
 
     positive(options, "context", "batch", "repeats")
@@ -162,9 +154,9 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         kinds = list(product(options.batch, answers))
         for batch, (branches, length) in Bar(kinds, unit="answer"):
             pair = answer_times(lm, branches, length, context, batch, options.repeats)
-            if not runs[-1]["answers"]:
-                print(f"Answers, {options.repeats} alternating runs of each:\n\n{ANSWER_HEAD}")
-            print(answer_rows(pair), flush=True)
+            first = not runs[-1]["answers"]
+            title = f"Answers, {options.repeats} alternating runs of each:\n\n" * first
+            print(f"{title}{answer_table(pair, head=first)}", flush=True)
             runs[-1]["answers"] += [vars(answer) for answer in pair]
             note()
         if kinds:

@@ -72,7 +72,8 @@ def _questions(config: Any, left_out: list[str] | None = None) -> dict[str, Any]
 
 def run_ablate(options: argparse.Namespace) -> None:
     """Run `aspd ablate`."""
+    from aspd_jax.configuration import read_config
     from train.ablation import ablate
-    from train.config import load_config
+    from train.config import TrainConfig
 
-    print(ablate(load_config(options.config, options.overrides), options.output))
+    print(ablate(read_config(TrainConfig, options.config, options.overrides), options.output))

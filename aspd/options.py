@@ -108,14 +108,6 @@ def model_name(options: argparse.Namespace) -> str:
     return "smollm2-aspd"
 
 
-def shape_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that select a random model and the number of its timed runs."""
-    parser.add_argument("--shape", default="27m", help="size of a random model: 27m, 1b, 7b, 8b or 32b")
-    dtype_option(parser)
-    parser.add_argument("--repeats", type=int, default=7, help="runs of each kind, of which the median is reported")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the figures, as JSON")
-
-
 def config_options(parser: argparse.ArgumentParser, file: str, override: str = "data.length=4096") -> None:
     """Add the arguments that name a configuration and changes to it.
 

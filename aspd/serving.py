@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +128,7 @@ def run_proxy(options: argparse.Namespace) -> None:
     from aspd_jax.formats import open_checkpoint
     from aspd_jax.language_model import read_template
     from aspd_jax.tokens import TAGS, add_special_tokens
-    from infer.proxy.routes import make_app
+    from infer.proxy.routes import Proxy, make_app
     from infer.proxy.upstream import UpstreamConfig
     from infer.server.config import MAX_CONNECTIONS, ServerConfig
 
@@ -149,9 +150,9 @@ def run_proxy(options: argparse.Namespace) -> None:
     forks = set(TAGS.values()) <= set(tokenizer.get_vocab())
     add_special_tokens(tokenizer)
     name = options.name or options.model
-    app = make_app(config, tokenizer, end_ids, name, options.max_new_tokens, checkpoint.titles, forks, options.lists)
+    proxy = Proxy(config, tokenizer, end_ids, name, options.max_new_tokens, checkpoint.titles, forks, options.lists)
     uvicorn.run(
-        app, host=options.host, port=options.port, log_level="warning", server_header=False,
+        make_app(proxy), host=options.host, port=options.port, log_level="warning", server_header=False,
         limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=int(ServerConfig.drain),
     )  # fmt: skip
 
@@ -169,22 +170,9 @@ def run_serve(options: argparse.Namespace) -> None:
     if not keys:
         _check_host(options, " or API keys", "Set --key-file or ASPD_API_KEY, or pass --insecure.")
     model = model_name(options)
-    config = ServerConfig(
-        host=options.host,
-        port=options.port,
-        name=options.name or (model if model in NAMES else find_model(model).name),
-        keys=keys,
-        origins=tuple(options.cors_origins),
-        adapter_folder=options.adapter_folder,
-        max_waiting=options.max_waiting,
-        max_body=options.max_body,
-        max_new_tokens=options.max_new_tokens,
-        timeout=options.timeout,
-        drain=options.drain,
-        fields=options.fields,
-        calibration=options.calibration,
-        warm_up=options.warm_up,
-    )
+    name = options.name or (model if model in NAMES else find_model(model).name)
+    values = {item.name: getattr(options, item.name) for item in fields(ServerConfig) if hasattr(options, item.name)}
+    config = ServerConfig(**values | {"name": name, "keys": keys, "origins": tuple(options.cors_origins)})
     if config.name in _named(options.adapters):
         raise RequestError(
             f"--adapters: expected names other than the model's, got {config.name}. Change it, or set --name."

@@ -21,9 +21,10 @@ def add(commands: Any) -> None:
 
 def run_train(options: argparse.Namespace) -> None:
     """Run `aspd train`."""
-    from train.config import load_config
+    from aspd_jax.configuration import read_config
+    from train.config import TrainConfig
 
-    config = load_config(options.config, options.overrides)
+    config = read_config(TrainConfig, options.config, options.overrides)
     if options.plan:
         from train.plan import check_named_checkpoint, report
 

@@ -13,6 +13,7 @@ from aspd_jax.errors import TokenizerError
 
 # Fields of pre-tokenizers that put a space before a text, and their values for none.
 NO_SPACES: Mapping[str, Any] = {"add_prefix_space": False, "prepend_scheme": "never"}
+LAST_BYTE = ("ÿ", "<0xFF>")  # spellings of the byte 0xFF in byte-level BPE, and with byte fallback
 
 
 class ByteTokens:
@@ -44,6 +45,9 @@ class ByteTokens:
             ) from None
         self._backend = backend
         self.tokens: list[bytes] = [self._library.decode_bytes([id]) for id in range(self._library.vocab_size)]
+        for spelling in LAST_BYTE:  # llguidance marks its own tokens with this byte, and has no bytes for the token
+            if (id := backend.token_to_id(spelling)) is not None:
+                self.tokens[id] = self.tokens[id] or b"\xff"
         added = backend.get_added_tokens_decoder().items()
         self.markers = {t.content: int(id) for id, t in added if self._library.is_special_token(id)}
         self._marker_ids = frozenset(self.markers.values())

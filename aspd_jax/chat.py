@@ -61,12 +61,10 @@ class Chat:
         self._variables = self._hide(variables)
         if tools:
             self._variables["tools"] = [self._hide(tool) for tool in tools]
-        self._shown = [self._placeholder(number, message) for number, message in enumerate(messages)]
-
-    def _placeholder(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        if is_answer(message):
-            return {"role": "assistant", "content": self._mark(number)}
-        return self._hide(message)
+        self._shown = [
+            {"role": "assistant", "content": self._mark(number)} if is_answer(message) else self._hide(message)
+            for number, message in enumerate(messages)
+        ]
 
     def _hide(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields with placeholders for the special tokens that they spell, nested strings included."""
@@ -120,7 +118,10 @@ class Chat:
             return []
         said = {place: self._messages[place]["content"] for place in places}
         marked = self._render(self._shown[:stop], True)
-        if self._render(self._with(said, stop), True) == self._fill(marked, said):
+        filled = marked
+        for place, content in said.items():
+            filled = filled.replace(self._mark(place), content, 1)
+        if self._render(self._with(said, stop), True) == filled:
             return list(said.values())
         shown = []
         for place in places:
@@ -182,11 +183,6 @@ class Chat:
             {"role": "assistant", "content": contents[place]} if place in contents else message
             for place, message in enumerate(self._shown[:stop])
         ]
-
-    def _fill(self, text: str, contents: Mapping[int, str]) -> str:
-        for place, content in contents.items():
-            text = text.replace(self._mark(place), content, 1)
-        return text
 
     def _split(self, text: str, stop: int) -> list[str]:
         segments, rest = [], text

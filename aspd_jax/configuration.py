@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from yaml.constructor import ConstructorError
@@ -48,6 +48,45 @@ def at_least(name: str, value: float, least: float) -> None:
     """
     if not value >= least:  # NaN is refused, too
         raise ConfigError(f"{name}: expected at least {least}, got {value}")
+
+
+class Check(NamedTuple):
+    """Condition of the values of a field, as an annotation.
+
+    Attributes:
+        expected: noun phrase for a value that meets it, for messages.
+        holds: returns whether a value meets it; NaN meets none.
+    """
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+Natural = Annotated[int, Check("at least 0", lambda value: value >= 0)]
+Count = Annotated[int, Check("at least 1", lambda value: value >= 1)]
+NonNegative = Annotated[float, Check("at least 0", lambda value: value >= 0)]
+Dtype = Annotated[str, Check("float32 or bfloat16", lambda value: value in ("float32", "bfloat16"))]
+
+
+class Section:
+    """Base of the dataclasses of a configuration, which checks values by the annotations of their fields.
+
+    Args:
+        prefix: what precedes the name of a field in messages.
+    """
+
+    _prefix: ClassVar[str]
+
+    def __init_subclass__(cls, prefix: str = "") -> None:
+        cls._prefix = prefix
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            check = next(iter(getattr(hint, "__metadata__", ())), None)
+            if get_origin(hint) is Literal:
+                check = Check(f"one of {', '.join(get_args(hint))}", get_args(hint).__contains__)
+            if check is not None and not check.holds(value := getattr(self, name)):
+                raise ConfigError(f"{self._prefix}{name}: expected {check.expected}, got {value!r}")
 
 
 def find_config(path: str | Path) -> Path:
@@ -117,37 +156,22 @@ def config_from_dict(kind: type[Config], values: dict[str, Any], where: str) -> 
     Raises:
         ConfigError: a field is not valid; the message names it, and what was expected.
     """
-    config: Config = _build(kind, values, "", where, list(_names(kind, "")))
+    config: Config = _value(kind, values, "", where, list(_names(kind, "")))
     return config
 
 
-def _build(kind: Any, values: Any, prefix: str, where: str, all_names: Sequence[str]) -> Any:
+def _arguments(kind: Any, values: Any, name: str, where: str, all_names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments of a dataclass."""
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: {prefix.rstrip('.')}: expected `key: value` lines, got {values!r}")
+        raise ConfigError(f"{where}: {name}: expected `key: value` lines, got {values!r}")
     hints = get_type_hints(kind)
-    known = {item.name for item in fields(kind)}
-    arguments = {}
     for key, value in values.items():
-        name = f"{prefix}{key}"
-        if key not in known:
+        path = f"{name}.{key}" if name else str(key)
+        if key not in {item.name for item in fields(kind)}:
             same = [other for other in all_names if other.split(".")[-1] == key]
-            near = same or difflib.get_close_matches(name, all_names, 1)
-            raise ConfigError(f"{where}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        if is_dataclass(hints[key]):
-            arguments[key] = _build(hints[key], value, f"{name}.", where, all_names)
-        elif get_origin(hints[key]) is dict:
-            named = get_args(hints[key])[1]
-            if not isinstance(value, dict):
-                raise ConfigError(f"{where}: {name}: expected settings by name, got {value!r}")
-            arguments[key] = {
-                str(one): _build(named, settings, f"{name}.{one}.", where, list(_names(named, f"{name}.*.")))
-                if is_dataclass(named)
-                else _value(named, settings, f"{name}.{one}", where)
-                for one, settings in value.items()
-            }
-        else:
-            arguments[key] = _value(hints[key], value, name, where)
-    return kind(**arguments)
+            near = same or difflib.get_close_matches(path, all_names, 1)
+            raise ConfigError(f"{where}: unknown key {path!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        yield key, _value(hints[key], value, path, where, all_names)
 
 
 def _names(kind: Any, prefix: str) -> Iterator[str]:
@@ -157,7 +181,16 @@ def _names(kind: Any, prefix: str) -> Iterator[str]:
         yield from _names(hint, f"{name}.") if is_dataclass(hint) else [name]
 
 
-def _value(hint: Any, value: Any, name: str, where: str) -> Any:
+def _value(hint: Any, value: Any, name: str, where: str, all_names: Sequence[str] = ()) -> Any:
+    kind: Any = hint
+    if is_dataclass(hint):
+        return kind(**dict(_arguments(hint, value, name, where, all_names)))
+    if get_origin(hint) is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: {name}: expected settings by name, got {value!r}")
+        named = get_args(hint)[1]
+        names = list(_names(named, f"{name}.*.")) if is_dataclass(named) else []
+        return {str(key): _value(named, one, f"{name}.{key}", where, names) for key, one in value.items()}
     if hint == tuple[str, ...]:
         value = [value] if isinstance(value, str) else value
         if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):

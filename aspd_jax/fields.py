@@ -14,7 +14,7 @@ from types import NoneType
 from typing import Any
 
 from aspd_jax.errors import RequestError
-from aspd_jax.json_schema import DEFINITIONS, PLACES, is_unsatisfiable, resolve
+from aspd_jax.json_schema import DEFINITIONS, PLACES, compile_error, resolve
 from aspd_jax.template import Hole, Part, Template
 
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "x-after"}
@@ -80,7 +80,10 @@ def fields_template(schema: str | Mapping[str, Any]) -> Template | None:
         RequestError: `x-after` that is no list of known names, or has a cycle.
     """
     root = json.loads(schema) if isinstance(schema, str) else schema
-    tree = _tree(root)
+    try:
+        tree = _node(root, root, (), (), _Room()) if _is_self_contained(root) else Node(())
+    except _TooLarge:
+        return None
     leaves = [leaf.name for leaf in tree.leaves]
     if tree.members is None or not leaves or len(set(leaves)) < len(leaves):
         return None
@@ -90,14 +93,6 @@ def fields_template(schema: str | Mapping[str, Any]) -> Template | None:
     except RequestError as error:
         raise RequestError(f"json_schema: {error}") from None
     return template if len(leaves) > 1 else None
-
-
-def _tree(root: Any) -> Node:
-    """Return the node of a whole schema; a leaf if it has to stay whole."""
-    try:
-        return _node(root, root, (), (), _Room()) if _is_self_contained(root) else Node((), schema=root)
-    except _TooLarge:
-        return Node((), schema=root)
 
 
 class _TooLarge(Exception):
@@ -299,7 +294,8 @@ def _definitions(schema: Any, root: Any) -> dict[str, dict[str, Any]]:
 def _fits_no_value(schema: str) -> bool:
     """Return whether no value satisfies the schema of a leaf; other errors appear when the leaf is compiled."""
     value = json.loads(schema)
-    return value is False or (isinstance(value, dict) and is_unsatisfiable(value))
+    error = compile_error(value) if isinstance(value, dict) else None
+    return value is False or (error or "").startswith("Unsatisfiable schema")
 
 
 def listed_values(schema: Any, path: Sequence[str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from aspd_jax.errors import RequestError
 from aspd_jax.grammar_limits import parser_limits
 from aspd_jax.schema_formats import PATTERNS
-from aspd_jax.schema_logic import UNSUPPORTED, Inexpressible, SchemaLogic, all_of, any_of
+from aspd_jax.schema_logic import UNSUPPORTED, Inexpressible, SchemaLogic, all_of
 
 # The only form of a value (protocol, section 5): one space after each colon and comma, no other between parts.
 FORM: Any = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
@@ -150,11 +150,6 @@ def compile_error(schema: Mapping[str, Any]) -> str | None:
     except TimeoutError:
         work.cancel()
         raise RequestError(TOO_SLOW) from None
-
-
-def is_unsatisfiable(schema: Mapping[str, Any]) -> bool:
-    """Return whether no value satisfies a read schema."""
-    return (compile_error(schema) or "").startswith("Unsatisfiable schema")
 
 
 @lru_cache(maxsize=1)
@@ -387,7 +382,8 @@ class _Reader:
                 present: Any = {"required": list(dict.fromkeys([name, *needed]))}
             else:
                 present = all_of([{"required": [name]}, self.read(needed, pointer(place, name))])
-            stated.append(any_of([{"properties": {name: False}}, present]))
+            absent = {"properties": {name: False}}
+            stated.append(absent if present is False else {"anyOf": [absent, present]})
         return all_of(stated)
 
     def _is_pattern(self, value: Any, place: str, key: str) -> bool:

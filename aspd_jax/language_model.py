@@ -129,15 +129,18 @@ def dtype_name(dtype: Any, hf_config: Mapping[str, Any], backend: str) -> str:
         backend: platform of JAX.
 
     Raises:
-        CheckpointError: it is no dtype.
+        CheckpointError: it is another dtype, or none.
     """
     if isinstance(dtype, str) and dtype == "auto":
         stored = hf_config.get("dtype") or hf_config.get("torch_dtype")
         return "float32" if backend == "cpu" or stored == "float32" else "bfloat16"
     try:
-        return str(jnp.dtype(dtype))
+        name = str(jnp.dtype(dtype))
     except TypeError:
-        raise CheckpointError(f"dtype: expected float32, bfloat16 or auto, got {dtype!r}") from None
+        name = str(dtype)
+    if name not in ("float32", "bfloat16"):
+        raise CheckpointError(f"dtype: expected float32, bfloat16 or auto, got {name!r}")
+    return name
 
 
 def load_model(
@@ -199,8 +202,8 @@ def load_model(
                 f"{checkpoint.source}: eos_token_id: expected an id with a row in the embedding, which has {stored}, "
                 f"got {list(ends)}. An answer of this model could not end."
             )
-        config = replace(config, unused_tokens=_unused_tokens(config, tokenizer, without_row, ends))
-        config = replace(config, new_tokens=special.ids if lora_rank else ())
+        unused = _unused_tokens(config, tokenizer, without_row, ends)
+        config = replace(config, unused_tokens=unused, new_tokens=special.ids if lora_rank else ())
     config = config if mesh is None else padded(config)
     settings = checkpoint.hf_config.get("aspd") or {}
     adapter = adapter or checkpoint.adapter

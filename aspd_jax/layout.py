@@ -1,4 +1,4 @@
-"""Position and segment ids of every token, and the definition of the mask (protocol, sections 3 and 4).
+"""Tags, positions and segment ids of tokens, and the definition of the mask (protocol, sections 2 to 4).
 
 B batch, S tokens of a row, Q query tokens, K key tokens.
 
@@ -7,7 +7,8 @@ Training and decoding pass a `Layout` along with the tokens; no mask is stored.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -23,15 +24,31 @@ HIDDEN = -1e30  # score of a masked key; finite, so that a query that sees no ke
 NO_WINDOW = 1 << 30  # a window that hides no key
 
 
-class BlockMarkers(Protocol):
-    """The special token ids that a layout is computed from."""
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of the six special tokens."""
+
+    title_start: int
+    title_end: int
+    parallel_start: int
+    parallel_end: int
+    branch_start: int
+    branch_end: int
 
     @property
-    def branch_start(self) -> int: ...
-    @property
-    def branch_end(self) -> int: ...
-    @property
-    def parallel_end(self) -> int: ...
+    def ids(self) -> tuple[int, ...]:
+        """Return the six ids, in the order of `TAGS`."""
+        return tuple(getattr(self, name) for name in TAGS)
+
+
+TAGS = {
+    "title_start": "<|title|>",
+    "title_end": "<|/title|>",
+    "parallel_start": "<|para|>",
+    "parallel_end": "<|/para|>",
+    "branch_start": "<|branch|>",
+    "branch_end": "<|/branch|>",
+}
 
 
 class Layout(NamedTuple):
@@ -63,7 +80,7 @@ def check_choice(name: str, value: str, choices: Any) -> None:
 
 def build_layout(
     tokens: Array,
-    special: BlockMarkers,
+    special: SpecialTokens,
     positions: PositionScheme = "sequential",
     padding_mask: Array | None = None,
     sequence: Array | None = None,
@@ -119,7 +136,7 @@ def build_layout(
     follows_branch[1:] = inside[:-1] & ~first[1:]
     block_starts = starts & ~follows_branch
     block_number = np.cumsum(block_starts)
-    block_base = _before_group(block_number, block_starts, group_start)
+    block_base = block_number[group_start] - block_starts[group_start]  # blocks before the group of each token
     block = np.where(inside, block_number - block_base, 0)
     block_index = np.flatnonzero(block_starts)
     branch = np.zeros(flat.size, np.int64)
@@ -151,11 +168,6 @@ def build_layout(
         return full
 
     return Layout(scatter(position), scatter(flat_owner), scatter(block), scatter(branch))
-
-
-def _before_group(count: np.ndarray, flags: np.ndarray, group_start: np.ndarray) -> np.ndarray:
-    """Return the value of the inclusive running `count` of `flags` just before each token's group."""
-    return count[group_start] - flags[group_start]
 
 
 def visible(

@@ -71,6 +71,7 @@ _BOLD_TAIL = re.compile(r"[ \t]?[-–—]?")  # behind bold words, it may still 
 _LABEL = re.compile(r"(?P<text>[^\n:：]{1,78}?)(?P<closing>:(?=[\s*])|：|[ \t][-–—](?=[ \t]))")
 _SENTENCE = re.compile(r"[.!?](?=\s)|[。！？\n]")
 _COMMA = re.compile(r"[,;:](?=\s)|[，；：、]|[ \t][(—–-]|（")
+_COMPARES = re.compile(r"(?:\w+ )?(?:similarities|differences|comparisons?|contrasts?)", re.IGNORECASE)
 _LEAD_ENDS = {
     "bold": re.compile(r"\*\*|:(?=[\s*])|[：\n]"),
     "label": re.compile(r"\*\*|:(?=[\s*])|：|[ \t][-–—](?=[ \t])|[.!?](?=\s)|[。！？\n]"),
@@ -171,7 +172,7 @@ class Outline:
             lead: the lead that the model wrote; None: none, within `MAX_LEAD_TOKENS` tokens.
             token: its first token.
         """
-        if lead is None or not lead.text or concludes(lead.text):
+        if lead is None or not lead.text or CONCLUSIONS.match(lead.text) or _COMPARES.fullmatch(lead.text):
             return False
         if any(similar(lead.text, other) for other in self.leads):
             self.barred.append(token)
@@ -300,11 +301,6 @@ def next_lead(form: ListForm, text: str) -> Lead | None:
     return Lead(form, text[start:end].strip(" \t*:：.。"), end)
 
 
-def concludes(lead: str) -> bool:
-    """Return whether a lead announces a conclusion, which depends on the items before it."""
-    return CONCLUSIONS.match(lead) is not None
-
-
 def body_of(form: ListForm, text: str) -> Body:
     """Return the body at the beginning of a text, which begins behind a lead.
 
@@ -404,7 +400,7 @@ def fork_refusal(
 
 # A request to write something, but not a question for how to write it.
 _WRITE = (
-    r"(?:^|[.!?:;,\n]\s*|\b(?:please|help me(?: to)?|(?:can|could|would|will) you|you to|and)\s+)(?:please\s+)?"
+    r"(?:^|[.!?:;,\n][^\S\n]*|\b(?:please|help me(?: to)?|(?:can|could|would|will) you|you to|and)\s+)(?:please\s+)?"
     r"(?:write|implement|develop|create|build|code|generate|compose|draft|craft|tell|structure|edit|rewrite|translate)\b"
     r"[^.?!\n]{0,60}?\b"
 )
@@ -428,13 +424,20 @@ _REFUSED = {
             "derivation",
             r"\b(?:solve for|prove|derive|simplify|factori[sz]e|integrate|differentiate|find the value)\b|"
             r"\bwhat is the (?:value|length|area|volume|sum|product|remainder|distance|perimeter|slope)\b|"
-            r"\w\s*=\s*-?[\w(]|\w\^\d|\d\s*[+*/×÷]\s*\d|求解|证明|计算",
+            r"\b(?:reasoning|solution) steps?\b|"
+            r"\bhow (?:do|did|would|can) you (?:solve|calculate|compute|work (?:it|this|that) out)\b|"
+            r"\bshow (?:(?:your|all|the) )+(?:work(?:ing)?|steps|reasoning|calculations?)\b|"
+            r"(?:^|[.!?\n][^\S\n]*)how (?:many|much)\b|"
+            r"\w\s*=\s*-?[\w(]|(?:\b[a-hj-z]|[)|])\s*[<>≤≥]\s*-?\d|\w\^\d|\d\s*[+*/×÷]\s*\d|求解|证明|计算",
             r"\A(?:calculate|compute|substitute|simplify|solve|multiply|divide|subtract|convert)\b|\\\[|\$\$|\\frac|"
             r"\d\s*[+*/×÷]\s*\d|=\s*\$?\d",
         ),
         (
             "course of events",
             r"\b(?:recipes?|timeline|chronolog\w+|schedule|itinerary|timetable|agenda)\b|"
+            r"\b\w+-step (?:\w+ )?(?:plan|process|workflow|procedure|guide|method|approach|routine)\b|"
+            r"\b(?:summari[sz]e|retell|recap|continue) (?:the|this|that|my|your) (?:\w+ )?"
+            r"(?:story|plot|tale|novel|events?)\b|"
             r"\bhow (?:do|can|should|would|to)\b(?: (?:i|you|we|one))? "
             r"(?:cook|bake|install|assemble|replace|repair|fix|plant)\b",
             r"\A(?:first(?:ly)?,|preheat\b|gather (?:the|your|all) (?:ingredients|materials|tools))",

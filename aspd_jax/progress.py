@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event, also where it reads a program from disk
 SILENT = 2.0  # seconds that a wait shows nothing
-LINES = (2.0, 10.0, 30.0)  # seconds after which a line is written where there is no terminal, and then every
-EVERY = 30.0  # seconds
+LINES = (2.0, 8.0, 20.0)  # seconds before each of the first lines where there is no terminal
+EVERY = 30.0  # seconds between later lines
 
 
 def programs_compiled() -> int:
@@ -61,7 +61,7 @@ def waiting(title: str, show: bool = True) -> Iterator[None]:
         sys.stderr.flush()
 
     def report() -> None:
-        times = chain((SILENT,), repeat(1.0)) if terminal else _intervals()
+        times = chain((SILENT,), repeat(1.0)) if terminal else chain(LINES, repeat(EVERY))
         for seconds in times:
             if ended.wait(seconds):
                 return
@@ -78,15 +78,6 @@ def waiting(title: str, show: bool = True) -> Iterator[None]:
         thread.join()
         if terminal and time.monotonic() - begun > SILENT:
             write("")
-
-
-def _intervals() -> Iterator[float]:
-    """Yield the seconds between two lines."""
-    before = 0.0
-    for seconds in LINES:
-        yield seconds - before
-        before = seconds
-    yield from repeat(EVERY)
 
 
 class Bar(tqdm):

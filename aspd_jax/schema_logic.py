@@ -72,7 +72,7 @@ class SchemaLogic:
 
     def _exclude(self, one: list[Any], other: list[Any]) -> bool:
         self._count()
-        both = types_of(one, True) & types_of(other, True)
+        both = types_of(one) & types_of(other)
         if not both or False in [schema for schema in (*one, *other) if isinstance(schema, bool)]:
             return True
         if _values_exclude(one, other) or _bounds_exclude([*one, *other], both):
@@ -91,12 +91,8 @@ class SchemaLogic:
         )
 
 
-def types_of(schemas: Iterable[Any], with_values: bool = False) -> frozenset[str]:
-    """Return the types (`ALL_TYPES`) that all of some schemas permit by `type`, and by `const` and `enum`.
-
-    Args:
-        with_values: whether the types of listed values count.
-    """
+def types_of(schemas: Iterable[Any]) -> frozenset[str]:
+    """Return the types (`ALL_TYPES`) that all of some schemas permit by `type`, `const` and `enum`."""
     types = ALL_TYPES
     for schema in schemas:
         if not isinstance(schema, dict):
@@ -104,17 +100,9 @@ def types_of(schemas: Iterable[Any], with_values: bool = False) -> frozenset[str
         if "type" in schema:
             names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
             types &= frozenset().union(*(ATOMS.get(name, frozenset()) for name in names))
-        if with_values and (values := _values(schema)) is not None:
+        if (values := _values(schema)) is not None:
             types &= frozenset(map(_type, values))
     return types
-
-
-def any_of(schemas: Iterable[Any]) -> Any:
-    """Return the schema of values that satisfy one or more schemas."""
-    parts = [schema for schema in schemas if schema is not False]
-    if not parts or True in [part for part in parts if isinstance(part, bool)]:
-        return bool(parts)
-    return parts[0] if len(parts) == 1 else {"anyOf": parts}
 
 
 def all_of(schemas: Iterable[Any]) -> Any:

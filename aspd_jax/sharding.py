@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Any
 
 import flax.linen as nn
@@ -81,14 +82,9 @@ def partition_spec(logical: Sequence[str | None], shape: Sequence[int], mesh: Me
         if name is not None and name not in RULES:
             raise ConfigError(f"logical axis: expected one of {', '.join(sorted(RULES))}, got {name!r}")
         axes = tuple(a for a in RULES.get(name or "", ()) if a not in used and mesh.shape[a] > 1)
-        ways = 1
-        for axis in axes:
-            ways *= mesh.shape[axis]
-        if not axes or size % ways:
-            entries.append(None)
-            continue
-        used.update(axes)
-        entries.append(axes)
+        divided = bool(axes) and size % prod(mesh.shape[axis] for axis in axes) == 0
+        entries.append(axes if divided else None)
+        used.update(axes if divided else ())
     return PartitionSpec(*entries)
 
 

@@ -163,10 +163,7 @@ def _json_texts(path: Path) -> list[bytes] | None:
     texts, depth, start = [], 1, 1
     for found in _JSON_MARK.finditer(data, start):
         mark = found[0]
-        if mark in (b"[", b"{"):
-            depth += 1
-        elif mark in (b"]", b"}"):
-            depth -= 1
+        depth += (mark in (b"[", b"{")) - (mark in (b"]", b"}"))
         if depth == 0 or (depth == 1 and mark == b","):
             texts.append(data[start : found.start()])
             start = found.end()

@@ -18,6 +18,7 @@ from aspd_jax.json_schema import json_rule
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 MAX_HOLES = 2048  # maximum holes of a template
+_BRACES = re.compile(r"\{\{|\}\}|\{[^}]*\}|[{}]")
 
 
 @dataclass(frozen=True)
@@ -202,23 +203,14 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
 def _parse(source: str) -> list[Part]:
     parts: list[Part] = []
     start = 0
-    while start < len(source):
-        brace = re.compile(r"[{}]").search(source, start)
-        if brace is None:
-            parts.append(source[start:])
-            break
-        at = brace.start()
+    for found in _BRACES.finditer(source):
+        at, text = found.start(), found[0]
         parts.append(source[start:at])
-        if source[at : at + 2] in ("{{", "}}"):
-            parts.append(source[at])
-            start = at + 2
-            continue
-        end = source.find("}", at)
-        if source[at] == "}" or end < 0:
-            raise RequestError(f"{_place(source, at)}: expected a hole or a double brace, got a single {source[at]!r}")
-        parts.append(_hole(source, at, source[at + 1 : end]))
-        start = end + 1
-    return parts
+        if len(text) == 1:
+            raise RequestError(f"{_place(source, at)}: expected a hole or a double brace, got a single {text!r}")
+        parts.append(text[0] if text in ("{{", "}}") else _hole(source, at, text[1:-1]))
+        start = found.end()
+    return [*parts, source[start:]]
 
 
 def _hole(source: str, at: int, text: str) -> Hole:

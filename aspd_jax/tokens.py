@@ -1,4 +1,4 @@
-"""The six special tokens, and the conversion of structured answers to token ids and back (protocol, section 2).
+"""Conversion of structured answers to token ids and back (protocol, section 2).
 
 Every segment between tags (serial text, title, text of a branch behind its head) is encoded separately. The ids that
 the engine samples and those that training reads are therefore equal, and every segment decodes to its exact text.
@@ -7,28 +7,24 @@ the engine samples and those that training reads are therefore equal, and every 
 from __future__ import annotations
 
 import codecs
-import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from aspd_jax.byte_tokens import ByteTokens
 from aspd_jax.errors import StructureError, TokenizerError
-from aspd_jax.layout import Titles
+from aspd_jax.layout import TAGS, SpecialTokens, Titles
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, canonical
 
 SEPARATOR = ": "
 SPACE = "▁"  # replaces spaces in SentencePiece vocabularies
-_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")  # the first bytes of half a surrogate pair, which no text has
 INVALID = "\ufffd"  # replaces bytes that are no character
-_ALPHABET = {character: byte for byte, character in bytes_to_unicode().items()}
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")  # the first bytes of half a surrogate pair, which no text has
 
 
 @dataclass(frozen=True)
@@ -51,33 +47,6 @@ class TitleForm:
 
 
 NAMES = TitleForm()
-
-
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Ids of the six special tokens."""
-
-    title_start: int
-    title_end: int
-    parallel_start: int
-    parallel_end: int
-    branch_start: int
-    branch_end: int
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """Return the six ids, in the order of `TAGS`."""
-        return tuple(getattr(self, name) for name in TAGS)
-
-
-TAGS = {
-    "title_start": "<|title|>",
-    "title_end": "<|/title|>",
-    "parallel_start": "<|para|>",
-    "parallel_end": "<|/para|>",
-    "branch_start": "<|branch|>",
-    "branch_end": "<|/branch|>",
-}
 
 
 def add_special_tokens(tokenizer: Any) -> SpecialTokens:
@@ -133,8 +102,6 @@ class TextCodec:
         byte_ids = [self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         self._byte_ids = [i for i in byte_ids if i is not None]
         self._space_id = self._backend.token_to_id(SPACE)
-        decoder = self._backend.decoder
-        self._steps = set() if decoder is None else set(_kinds(json.loads(decoder.__getstate__())))
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a segment.
@@ -149,10 +116,9 @@ class TextCodec:
                     return ids
             if self._space_id is not None and len(self._byte_ids) == 256:
                 # Characters with a special meaning in the vocabulary (such as U+2581) are exact only as bytes.
-                for dropped in ([self._space_id], []):
-                    ids = [*dropped, *(self._byte_ids[byte] for byte in text.encode())]
-                    if self.decode(ids) == text:
-                        return ids
+                ids = [*[self._space_id] * self.drops_space, *(self._byte_ids[byte] for byte in text.encode())]
+                if self.decode(ids) == text:
+                    return ids
         except (UnicodeEncodeError, TypeError):
             raise TokenizerError(f"text: expected Unicode text, got {text[:60]!r}") from None
         raise TokenizerError(
@@ -218,21 +184,16 @@ class TextCodec:
         """Return the text of a segment; special tokens are skipped, and bytes that are no character are U+FFFD."""
         tokens = [int(i) for i in ids]
         text = str(self._backend.decode(tokens, skip_special_tokens=True))
-        if INVALID in text and "ByteFallback" in self._steps:
+        if INVALID in text and self._byte_ids and self.has_byte_spellings:
             # Of a run of byte tokens that is not UTF-8, `tokenizers` replaces the valid characters, too.
-            text = self.spelled(tokens).decode(errors="replace")
+            text = self.bytes_of(tokens).decode(errors="replace")
             text = text.removeprefix(" ") if self.drops_space else text
         return text
 
-    @property
-    def has_spelled_bytes(self) -> bool:
-        """Return whether the spellings of tokens determine their bytes: byte-level BPE, or byte fallback."""
-        return not self._steps.isdisjoint(("ByteLevel", "ByteFallback"))
-
-    def spelled(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of tokens by their spellings in the vocabulary; special tokens have none."""
-        spellings = (self._backend.id_to_token(int(i)) or "" for i in ids if int(i) not in self.special_ids)
-        return b"".join(map(_alphabet_bytes if "ByteLevel" in self._steps else _fallback_bytes, spellings))
+    def bytes_of(self, ids: Iterable[int]) -> bytes:
+        """Return the bytes of tokens; special tokens have none."""
+        tokens = self.byte_tokens.tokens
+        return b"".join(tokens[i] for i in ids if i < len(tokens) and int(i) not in self.special_ids)
 
     def text_of(self, segment: SerialIds) -> str:
         """Return the text of a segment, its lead included."""
@@ -270,65 +231,31 @@ class TextCodec:
         """Return a decoder for a growing segment."""
         return TextStream(self)
 
-    def spell(self, ids: Iterable[int]) -> str:
-        """Return the spelling of ids in the vocabulary, for segments that decode to no text."""
-        return "".join(self._backend.id_to_token(int(i)) or f"<{int(i)}>" for i in ids)
+    def shown(self, ids: Iterable[int]) -> str:
+        """Return the text of a segment, or the spelling of its ids in the vocabulary if they decode to no text."""
+        return self.decode(ids) or "".join(self._backend.id_to_token(int(i)) or f"<{int(i)}>" for i in ids)
 
 
 class TextStream:
-    """Incremental decoder of a growing segment; the cost per token does not depend on the length of the segment.
-
-    Attributes:
-        text: text that `extend` decoded, a prefix of the text of the segment. The bytes of an unfinished character at
-            the end of the segment are held back.
-    """
+    """Incremental decoder of a growing segment; the cost per token does not depend on the length of the segment."""
 
     def __init__(self, codec: TextCodec) -> None:
-        self.text = ""
-        self._codec, self._count, self._ids = codec, 0, list[int]()
+        self._codec, self._ids = codec, list[int]()
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._drops_space = codec.drops_space
 
-    def extend(self, ids: Sequence[int]) -> None:
-        """Decode the new tokens of the segment, and add their text to `text`.
-
-        Args:
-            ids: all tokens of the segment; those of earlier calls are skipped.
-        """
-        self.text += self.decode(ids[self._count :])
-        self._count = max(self._count, len(ids))
-
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the next tokens of the segment, as far as it is certain."""
-        if not self._codec.has_spelled_bytes:
+        """Return the text of the next tokens of the segment; the bytes of an unfinished character are held back."""
+        if not self._codec.has_byte_spellings:
             before = self._codec.decode(self._ids)
             self._ids += ids
             return self._codec.decode(self._ids)[len(before) :]
-        text = self._bytes.decode(self._codec.spelled(ids))
+        text = self._bytes.decode(self._codec.bytes_of(ids))
         if _SURROGATE.fullmatch(self._bytes.getstate()[0]):  # Python would wait for more bytes of what is no character
             text += self._bytes.decode(b"", True)
         if text and self._drops_space:
             text, self._drops_space = text.removeprefix(" "), False
         return text
-
-
-def _alphabet_bytes(token: str) -> bytes:
-    """Return the bytes of a token of a byte-level tokenizer (GPT-2), by its spelling."""
-    if all(character in _ALPHABET for character in token):
-        return bytes(_ALPHABET[character] for character in token)
-    return token.encode()
-
-
-def _fallback_bytes(token: str) -> bytes:
-    """Return the bytes of a token of a tokenizer with byte fallback (SentencePiece), by its spelling."""
-    return bytes([int(token[3:5], 16)]) if _BYTE.fullmatch(token) else token.replace(SPACE, " ").encode()
-
-
-def _kinds(decoder: dict[str, Any]) -> Iterator[str]:
-    """Yield the kinds of the steps of a decoder, given as JSON."""
-    yield decoder["type"]
-    for step in decoder.get("decoders", ()):
-        yield from _kinds(step)
 
 
 class SerialIds(NamedTuple):
@@ -416,32 +343,24 @@ def split(
     cursor = 0  # index of the first token that is not parsed yet
     at = 0  # index into tags
 
-    def take(expected: int) -> int:
-        nonlocal at
-        if at == len(tags):
-            raise StructureError(f"token {len(ids)}: expected {names[expected]}, got the end of the answer")
-        place, tag = tags[at]
-        if tag != expected:
-            raise StructureError(f"token {place}: expected {names[expected]}, got {names[tag]}")
-        at += 1
-        return place
+    def peek() -> tuple[int, int | None]:
+        return tags[at] if at < len(tags) else (len(ids), None)
 
-    def take_adjacent(expected: int) -> None:
-        nonlocal cursor
-        place = take(expected)
-        if place != cursor:
+    def take(expected: int, after_text: bool = False) -> list[int]:
+        """Move behind the next tag, and return the tokens before it."""
+        nonlocal at, cursor
+        place, tag = peek()
+        if tag != expected:
+            found = "the end of the answer" if tag is None else names[tag]
+            raise StructureError(f"token {place}: expected {names[expected]}, got {found}")
+        if place != cursor and not after_text:
             raise StructureError(f"token {cursor}: expected {names[expected]}, got text")
-        cursor = place + 1
+        text, at, cursor = ids[cursor:place], at + 1, place + 1
+        return text
 
     def take_segment(start: int, end: int) -> list[int]:
-        nonlocal cursor
-        take_adjacent(start)
-        place = take(end)
-        segment, cursor = ids[cursor:place], place + 1
-        return segment
-
-    def peek() -> int:
-        return tags[at][1] if at < len(tags) else -1
+        take(start)
+        return take(end, after_text=True)
 
     while at < len(tags):
         if tags[at][0] > cursor:
@@ -450,14 +369,14 @@ def split(
         titles: list[list[int]] = []
         branches: list[list[int]] = []
         number = take_segment(special.title_start, special.title_end) if form.leads else []
-        while not titles or peek() == special.title_start:
+        while not titles or peek()[1] == special.title_start:
             titles.append(take_segment(special.title_start, special.title_end))
             if not titles[-1]:
                 raise StructureError(f"token {cursor - 1}: expected a title, got none")
-        take_adjacent(special.parallel_start)
-        while peek() == special.branch_start:
+        take(special.parallel_start)
+        while peek()[1] == special.branch_start:
             branches.append(take_segment(special.branch_start, special.branch_end))
-        take_adjacent(special.parallel_end)
+        take(special.parallel_end)
         if not branches or (paired and (len(titles) < 2 or len(titles) != len(branches))):
             raise StructureError(
                 f"token {cursor - 1}: expected two or more titles and as many branches, "
@@ -516,26 +435,21 @@ class Codec:
             StructureError: titles are leads, and the text of a branch does not begin with its own.
         """
         special, encode = self.special, self.text.encode_normalised
-        tokens: list[int] = []
-        fed: list[bool] = []
-
-        def put(ids: Iterable[int], is_fed: bool = False) -> None:
-            before = len(tokens)
-            tokens.extend(ids)
-            fed.extend([is_fed] * (len(tokens) - before))
-
+        pieces: list[tuple[list[int], bool]] = []  # token ids, and whether the engine feeds them
         for item in canonical(items):
             if isinstance(item, Serial):
-                put(encode(item.text))
+                pieces.append((encode(item.text), False))
                 continue
             titles = [encode(branch.title) for branch in item.branches]
             for title in [encode(str(len(titles))), *titles] if self.form.leads else titles:
-                put([special.title_start, *title, special.title_end])
-            put([special.parallel_start])
+                pieces.append(([special.title_start, *title, special.title_end], False))
+            pieces.append(([special.parallel_start], False))
             for title, branch in zip(titles, item.branches, strict=True):
-                put([special.branch_start, *title, *self.form.separator], is_fed=True)
-                put([*encode(self._body(branch)), special.branch_end])
-            put([special.parallel_end], is_fed=True)
+                pieces.append(([special.branch_start, *title, *self.form.separator], True))
+                pieces.append(([*encode(self._body(branch)), special.branch_end], False))
+            pieces.append(([special.parallel_end], True))
+        tokens = [token for ids, _ in pieces for token in ids]
+        fed = [is_fed for ids, is_fed in pieces for _ in ids]
         return Linearisation(np.asarray(tokens, np.int32), np.asarray(fed, bool))
 
     def _body(self, branch: Branch) -> str:
@@ -555,16 +469,22 @@ class Codec:
         Raises:
             StructureError: the tags are not well formed, or a branch does not start with its title.
         """
-        items: list[Item] = []
-        for item in split(tokens, self.special, self.form):
-            if isinstance(item, SerialIds):
-                items.append(Serial(self.text.decode(item.ids)))
-                continue
-            branches = []
-            for number, (title, branch, text) in enumerate(zip(item.titles, item.branches, item.texts, strict=True), 1):
+        items = split(tokens, self.special, self.form)
+        for block in (item for item in items if isinstance(item, BlockIds)):
+            for number, (title, branch) in enumerate(zip(block.titles, block.branches, strict=True), 1):
                 head = [*title, *self.form.separator]
                 if branch[: len(head)] != head:
                     raise StructureError(f"branch {number}: expected its title and separator first, got other tokens")
-                branches.append(Branch(self.text.decode(title) or self.text.spell(title), self.text.text_of(text)))
-            items.append(Parallel(branches))
-        return tuple(items)
+        return self.structure(items)
+
+    def structure(self, items: Iterable[ItemIds]) -> Structure:
+        """Return the structured answer of token ids."""
+        show, text_of = self.text.shown, self.text.text_of
+        return tuple(
+            Serial(text_of(item))
+            if isinstance(item, SerialIds)
+            else Parallel(
+                Branch(show(title), text_of(text)) for title, text in zip(item.titles, item.texts, strict=True)
+            )
+            for item in items
+        )

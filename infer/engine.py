@@ -405,6 +405,8 @@ class Engine:
             )
         begins = mode == "adaptive" and not continue_final_message  # of a continued answer, the question is not known
         writes_lists = begins and self._writes_lists(params, adapter, lists or self._lists)
+        if not (writes_lists or self.adapters.tagged(adapter) or params.script or params.fork_bias):
+            mode = "serial"  # tags that the model was not trained with have arbitrary embeddings
         if params.stop and self.lm.tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer, got one without.")
         if params.prediction and (self.lm.tokenizer is None or not self.lm.codec.text.has_byte_spellings):
@@ -573,7 +575,7 @@ class Engine:
     def _writes_lists(self, params: SamplingParams, adapter: str, lists: ListMode) -> bool:
         """Return whether lists are decoded in parallel without tags: of a chat model that was not trained with them."""
         is_chat = self.lm.tokenizer is not None and bool(self.lm.tokenizer.chat_template)
-        plain = is_chat and not (self.lm.tagged or adapter) and not params.script
+        plain = is_chat and not self.adapters.tagged(adapter) and not params.script
         return plain and lists == "parallel" and self.lm.codec.text.has_byte_spellings
 
     def step(self, max_steps: int | None = None) -> bool:
@@ -601,6 +603,8 @@ class Engine:
                 engine that decodes lists without tags in parallel has these programs in any case.
         """
         writes_lists = self._writes_lists(SamplingParams(), "", self._lists)
+        if self.lm.tokenizer is not None:
+            self.lm.codec.text.has_byte_spellings  # noqa: B018 - reads the vocabulary, as the first stream would
         return self._scheduler.warm_up(alone, checks or writes_lists)
 
     def stream(

@@ -75,7 +75,6 @@ class Lockstep:
         self.handles: dict[int, Handle] = {}
         self.logprobs: dict[int, list[TokenLogprob] | None] = {}
         self.refused = ""
-        self._unscored: set[int] = set()  # requests whose log probabilities are not computed yet
 
     def lead(self, command: StepCommand) -> None:
         """Execute a command in all processes."""
@@ -104,18 +103,14 @@ class Lockstep:
             self.handles[number] = handle
             if not loaded:
                 handle.cancel()
-            if request.alternatives is not None:
-                self._unscored.add(number)
         self._change_adapter(*command.adapter)  # after the requests that use an adapter that is removed
         for number in command.cancelled:
             self.handles[number].cancel()
-            self._unscored.discard(number)
         self.engine.step(command.steps)
-        for number in sorted(self._unscored):
-            handle = self.handles[number]
-            if handle.result is not None:
+        for number, handle in self.handles.items():
+            asked = handle.request.alternatives is not None and not handle.cancelled
+            if asked and number not in self.logprobs and handle.result is not None:
                 self.logprobs[number] = self._logprobs(handle.request, handle.result)
-                self._unscored.remove(number)
 
     def _change_adapter(self, name: str, folder: str) -> None:
         refused = ""
@@ -132,7 +127,6 @@ class Lockstep:
         """Drop a request."""
         self.handles.pop(number, None)
         self.logprobs.pop(number, None)
-        self._unscored.discard(number)
 
     def _logprobs(self, request: Request, result: Result) -> list[TokenLogprob] | None:
         try:

@@ -8,6 +8,7 @@ derived from `PARAMETERS`.
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -36,7 +37,7 @@ STRINGS, BIASES = tuple[str, ...], Mapping[Any, float]  # types of parameters th
 
 
 class Bounds(NamedTuple):
-    """Bounds of a number, by the names that pydantic's `Field` gives them; None: no bound."""
+    """Bounds of a number, by the names that `operator` and pydantic's `Field` give them; None: no bound."""
 
     ge: float | None = None
     gt: float | None = None
@@ -50,13 +51,8 @@ class Bounds(NamedTuple):
 
     def contain(self, value: float) -> bool:
         """Return whether a number is finite and within the bounds."""
-        return (
-            (isinstance(value, int) or isfinite(value))
-            and (self.ge is None or value >= self.ge)
-            and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le)
-            and (self.lt is None or value < self.lt)
-        )
+        is_finite = isinstance(value, int) or isfinite(value)
+        return is_finite and all(getattr(operator, name)(value, limit) for name, limit in self.limits.items())
 
     def __str__(self) -> str:
         highest = self.lt - 1 if self.lt is not None else self.le  # only integers have `lt`
@@ -352,8 +348,9 @@ class SamplingParams:
             raise RequestError(f"{' and '.join(named)}: expected one of them, got {len(named)}")
         if self.fields != "serial" and self.json_schema is None and not drafted:
             raise RequestError(f"json_schema: expected a schema for fields={self.fields!r}, got none.")
-        if self.known_text is not None and (beside := _beside(self)):
-            raise RequestError(f"{beside[0]}: expected none with a template or parallel fields, got one")
+        beside = (name for name in BESIDE_TEMPLATES if getattr(self, name) != PARAMETERS[name].default)
+        if self.known_text is not None and (name := next(beside, "")):
+            raise RequestError(f"{name}: expected none with a template or parallel fields, got one")
 
     @cached_property
     def known_text(self) -> Template | None:
@@ -399,11 +396,6 @@ class SamplingParams:
         """Return these parameters for an answer in serial mode that consists of `tokens`, the end included."""
         budget = max(1, min(len(tokens), self.max_new_tokens))
         return replace(self, script=(tokens,), max_new_tokens=budget, stop=())
-
-
-def _beside(params: SamplingParams) -> list[str]:
-    """Return the fields that are set and that a template excludes."""
-    return [name for name in BESIDE_TEMPLATES if getattr(params, name) != PARAMETERS[name].default]
 
 
 def _declared_parameters() -> dict[str, Parameter]:

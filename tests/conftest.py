@@ -461,7 +461,7 @@ def lm(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerF
 def bare_lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     """A tiny random model without a tokenizer: 24 tokens, of which 17 to 22 are the tags and 0 is end of text."""
     folder = write_checkpoint(tmp_path_factory.mktemp("bare"), tiny_config(vocab_size=24), seed=2)
-    bare = load_model(folder)
+    bare = replace(load_model(folder), tagged=True)
     bare.special_tokens = SpecialTokens(17, 18, 19, 20, 21, 22)
     return bare
 

@@ -11,10 +11,12 @@ from typing import get_args
 from aspd_jax.errors import ConfigError
 from aspd_jax.files import write_whole
 from aspd_jax.layout import PositionScheme, Siblings
+from aspd_jax.tables import markdown_table
 from train.batches import PARTS
 from train.config import TrainConfig
 from train.loop import train
 
+HEADS = ("all", "serial text", "titles", "branches")  # of the losses: of all tokens, and of `PARTS`
 FORMS = tuple((siblings, positions) for siblings in get_args(Siblings) for positions in get_args(PositionScheme))
 
 
@@ -42,9 +44,9 @@ def ablate(config: TrainConfig, output: Path) -> str:
 
 def loss_table(runs: Mapping[str, Path]) -> str:
     """Return a Markdown table of the held-out losses at the end of runs, by name and folder; nats per token."""
-    lines = ["| model | all | serial text | titles | branches |", "|---" * (2 + len(PARTS)) + "|"]
+    rows = []
     for name, run in runs.items():
         last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
         losses = [last["held_out_loss"], *(last[f"held_out_loss_{part}"] for part in PARTS)]
-        lines.append(f"| {' | '.join([name, *(f'{loss:.3f}' for loss in losses)])} |")
-    return "\n".join(lines)
+        rows.append({"model": name} | {head: f"{loss:.3f}" for head, loss in zip(HEADS, losses, strict=True)})
+    return markdown_table(rows)

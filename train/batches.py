@@ -5,6 +5,8 @@ B: rows; S: tokens of a row.
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import grain
@@ -12,7 +14,7 @@ import numpy as np
 from grain import experimental as grain_experimental
 
 from aspd_jax.errors import DataError
-from aspd_jax.layout import Layout, PositionScheme, build_layout
+from aspd_jax.layout import Layout, build_layout
 from aspd_jax.tokens import SpecialTokens
 from train.config import TrainConfig
 from train.records import Example, Records
@@ -36,31 +38,10 @@ class Batch(NamedTuple):
     part: np.ndarray
 
 
-def make_batch(
-    tokens: np.ndarray,
-    sequence: np.ndarray,
-    loss: np.ndarray,
-    special: SpecialTokens,
-    positions: PositionScheme,
-) -> Batch:
-    """Make a batch from packed rows.
+def record_batches(records: Records, special: SpecialTokens, config: TrainConfig, epochs: int | None = None) -> Any:
+    """Return Grain's iterator over the batches of records, shuffled in every epoch and packed first-fit.
 
-    Args:
-        tokens: token ids, int32 [B, S].
-        sequence: number of the sequence of each token, int32 [B, S]; 0: padding.
-        loss: weight of each token as a target, bool or float32 [B, S].
-        special: ids of the tags.
-        positions: position scheme.
-    """
-    layout = build_layout(tokens, special, positions, sequence=sequence)
-    opened = np.cumsum(tokens == special.title_start, axis=1) - np.cumsum(tokens == special.title_end, axis=1)
-    title = (opened > 0) | (tokens == special.title_end)
-    part = np.where(layout.branch > 0, 2, title).astype(np.int32)
-    return Batch(tokens, layout, loss.astype(np.float32), part)
-
-
-class RecordBatches:
-    """A resumable stream of batches of records, shuffled in every epoch and packed first-fit.
+    Its `get_state` and `set_state` have its position as JSON values.
 
     Args:
         records: tokenised records.
@@ -68,24 +49,7 @@ class RecordBatches:
         config: configuration of the run.
         epochs: number of epochs; None: unlimited.
     """
-
-    def __init__(
-        self, records: Records, special: SpecialTokens, config: TrainConfig, epochs: int | None = None
-    ) -> None:
-        self._special, self._config = special, config
-        self._iterator = iter(_packed(records, config, epochs, shuffle=True))
-
-    def __next__(self) -> Batch:
-        return _as_batch(next(self._iterator), self._special, self._config)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """Position of the stream, as JSON values."""
-        return dict(self._iterator.get_state())
-
-    @state.setter
-    def state(self, value: dict[str, Any]) -> None:
-        self._iterator.set_state(value)
+    return iter(_packed(records, config, epochs, shuffle=True).map(partial(_as_batch, special, config)))
 
 
 def record_steps(records: Records, config: TrainConfig) -> int:
@@ -115,21 +79,21 @@ def record_steps(records: Records, config: TrainConfig) -> int:
 
 def record_held_out(records: Records, special: SpecialTokens, config: TrainConfig) -> list[Batch]:
     """Return the first `evaluate_batches` batches of held-out records in file order."""
-    batches = []
-    for rows in _packed(records, config, 1, shuffle=False, whole=False):
-        batches.append(_as_batch(rows, special, config))
-        if len(batches) == config.evaluate_batches:
-            break
-    return batches
+    rows = _packed(records, config, 1, shuffle=False, whole=False)
+    return list(islice(map(partial(_as_batch, special, config), rows), config.evaluate_batches))
 
 
-def _as_batch(packed: dict[str, np.ndarray], special: SpecialTokens, config: TrainConfig) -> Batch:
+def _as_batch(special: SpecialTokens, config: TrainConfig, packed: dict[str, np.ndarray]) -> Batch:
     """Convert Grain's rows to a batch; a smaller last batch is padded with empty rows."""
     missing = config.data.rows - len(packed["tokens"])
     tokens, sequence, loss = (
         np.pad(packed[name], [(0, missing), (0, 0)]) for name in ("tokens", "tokens_segment_ids", "loss")
     )
-    return make_batch(tokens, sequence, loss, special, config.model.positions)
+    layout = build_layout(tokens, special, config.model.positions, sequence=sequence)
+    opened = np.cumsum(tokens == special.title_start, axis=1) - np.cumsum(tokens == special.title_end, axis=1)
+    title = (opened > 0) | (tokens == special.title_end)
+    part = np.where(layout.branch > 0, 2, title).astype(np.int32)
+    return Batch(tokens, layout, loss.astype(np.float32), part)
 
 
 def _packed(records: Any, config: TrainConfig, epochs: int | None, shuffle: bool, whole: bool = True) -> Any:

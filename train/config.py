@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from aspd_jax.configuration import at_least, read_config
+from aspd_jax.configuration import Check, Count, Dtype, Natural, NonNegative, Section
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import PositionScheme, Siblings, Titles, check_choice
 from aspd_jax.model.attention import FULL_PASS_BACK_ENDS
 from aspd_jax.model.config import Weights
 
+Share = Annotated[float, Check("a share from 0 to 1", lambda value: 0 <= value <= 1)]
+Rate = Annotated[float, Check("a rate from 0 to below 1", lambda value: 0 <= value < 1)]
+
 
 @dataclass(frozen=True)
-class ModelSection:
+class ModelSection(Section, prefix="model."):
     """Model to train.
 
     Attributes:
@@ -37,41 +39,30 @@ class ModelSection:
     """
 
     checkpoint: str = ""
-    vocab_size: int = 768
-    layers: int = 4
-    hidden_size: int = 128
-    heads: int = 4
-    kv_heads: int = 4
-    head_dim: int = 32
-    feed_forward: int = 384
+    vocab_size: Count = 768
+    layers: Count = 4
+    hidden_size: Count = 128
+    heads: Count = 4
+    kv_heads: Count = 4
+    head_dim: Count = 32
+    feed_forward: Count = 384
     positions: PositionScheme = "sequential"
     siblings: Siblings = "invisible"
     titles: Titles = "leads"
-    dtype: str = "float32"
-    parameters: str = "float32"
+    dtype: Dtype = "float32"
+    parameters: Dtype = "float32"
     weights: Weights = "float"
-    lora_rank: int = 0
-    lora_alpha: float = 16.0
+    lora_rank: Natural = 0
+    lora_alpha: Annotated[float, Check("a number above 0", lambda value: value > 0)] = 16.0
     scan: bool = False
     remat: bool = False
     attention: str = "chunked"
 
     def __post_init__(self) -> None:
-        check_choice("model.positions", self.positions, PositionScheme)
-        check_choice("model.siblings", self.siblings, Siblings)
-        check_choice("model.titles", self.titles, Titles)
-        check_choice("model.weights", self.weights, Weights)
+        super().__post_init__()
         check_choice("model.attention", self.attention, FULL_PASS_BACK_ENDS)
-        for name in ("vocab_size", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "feed_forward"):
-            at_least(f"model.{name}", getattr(self, name), 1)
-        at_least("model.lora_rank", self.lora_rank, 0)
-        if not self.lora_alpha > 0:
-            raise ConfigError(f"model.lora_alpha: expected a number above 0, got {self.lora_alpha}")
         if self.head_dim % 2:
             raise ConfigError(f"model.head_dim: expected an even number, got {self.head_dim}")
-        for name in ("dtype", "parameters"):
-            if getattr(self, name) not in ("float32", "bfloat16"):
-                raise ConfigError(f"model.{name}: expected float32 or bfloat16, got {getattr(self, name)!r}")
         if self.heads % self.kv_heads:
             raise ConfigError(f"model.heads: expected a multiple of model.kv_heads ({self.kv_heads}), got {self.heads}")
         if self.weights == "int8" and not self.lora_rank:
@@ -79,7 +70,7 @@ class ModelSection:
 
 
 @dataclass(frozen=True)
-class DataSection:
+class DataSection(Section, prefix="data."):
     """Training data.
 
     Attributes:
@@ -101,19 +92,14 @@ class DataSection:
     strict: bool = False
     chat_template: str = ""
     structured: bool = True
-    plain_every: int = 8
-    rows: int = 6
-    length: int = 448
-    bins: int = 64
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "length", "bins"):
-            at_least(f"data.{name}", getattr(self, name), 1)
-        at_least("data.plain_every", self.plain_every, 0)
+    plain_every: Natural = 8
+    rows: Count = 6
+    length: Count = 448
+    bins: Count = 64
 
 
 @dataclass(frozen=True)
-class OptimiserSection:
+class OptimiserSection(Section, prefix="optimiser."):
     """AdamW with gradient clipping.
 
     Attributes:
@@ -126,45 +112,29 @@ class OptimiserSection:
         accumulate: number of parts of a batch that are processed one after another, with one update.
     """
 
-    learning_rate: float = 3e-3
-    warmup: float = 0.03
-    final: float = 0.01
-    weight_decay: float = 0.05
-    beta1: float = 0.9
-    beta2: float = 0.98
-    clip: float = 1.0
-    accumulate: int = 1
-
-    def __post_init__(self) -> None:
-        at_least("optimiser.accumulate", self.accumulate, 1)
-        for name in ("learning_rate", "weight_decay"):
-            at_least(f"optimiser.{name}", getattr(self, name), 0)
-        for name in ("warmup", "final"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"optimiser.{name}: expected a share from 0 to 1, got {getattr(self, name)}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"optimiser.{name}: expected a rate from 0 to below 1, got {getattr(self, name)}")
-        if not self.clip > 0:
-            raise ConfigError(f"optimiser.clip: expected a norm above 0, got {self.clip}")
+    learning_rate: NonNegative = 3e-3
+    warmup: Share = 0.03
+    final: Share = 0.01
+    weight_decay: NonNegative = 0.05
+    beta1: Rate = 0.9
+    beta2: Rate = 0.98
+    clip: Annotated[float, Check("a norm above 0", lambda value: value > 0)] = 1.0
+    accumulate: Count = 1
 
 
 @dataclass(frozen=True)
-class DraftSection:
+class DraftSection(Section, prefix="draft."):
     """Draft heads (docs/training.md).
 
     Attributes:
         heads: number of draft heads to train on a model that stays as it is; 0: the model is trained.
     """
 
-    heads: int = 0
-
-    def __post_init__(self) -> None:
-        at_least("draft.heads", self.heads, 0)
+    heads: Natural = 0
 
 
 @dataclass(frozen=True)
-class MeshSection:
+class MeshSection(Section, prefix="mesh."):
     """Devices along each mesh axis.
 
     Attributes:
@@ -173,17 +143,13 @@ class MeshSection:
         tensor: tensor parallelism.
     """
 
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-
-    def __post_init__(self) -> None:
-        for axis in ("data", "fsdp", "tensor"):
-            at_least(f"mesh.{axis}", getattr(self, axis), 1)
+    data: Count = 1
+    fsdp: Count = 1
+    tensor: Count = 1
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Section):
     """Training run.
 
     Attributes:
@@ -202,19 +168,16 @@ class TrainConfig:
     optimiser: OptimiserSection = field(default_factory=OptimiserSection)
     draft: DraftSection = field(default_factory=DraftSection)
     mesh: MeshSection = field(default_factory=MeshSection)
-    steps: int = 0
-    epochs: int = 0
-    seed: int = 0
-    save_every: int = 200
-    keep: int = 2
-    evaluate_batches: int = 0
-    log_every: int = 20
+    steps: Natural = 0
+    epochs: Natural = 0
+    seed: Natural = 0
+    save_every: Count = 200
+    keep: Count = 2
+    evaluate_batches: Natural = 0
+    log_every: Count = 20
 
     def __post_init__(self) -> None:
-        for name in ("save_every", "keep", "log_every"):
-            at_least(name, getattr(self, name), 1)
-        for name in ("steps", "epochs", "evaluate_batches", "seed"):
-            at_least(name, getattr(self, name), 0)
+        super().__post_init__()
         split = self.mesh.data * self.mesh.fsdp * self.optimiser.accumulate
         if self.data.rows % split:
             raise ConfigError(
@@ -238,12 +201,3 @@ class TrainConfig:
         for name, value in (("model.checkpoint", self.model.checkpoint), ("data.train", self.data.train)):
             if not value:
                 raise ConfigError(f"{name}: expected a value, got none. See configs/lora_7b.yaml for an example.")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the configuration as plain values."""
-        return asdict(self)
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a configuration; see `aspd_jax.configuration.read_config`."""
-    return read_config(TrainConfig, path, overrides)

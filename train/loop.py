@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
 from aspd_jax.configuration import config_from_dict
@@ -16,14 +18,15 @@ from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_whole, writing
 from aspd_jax.formats import digest, draft_file
 from aspd_jax.formats.side_files import read_object
+from aspd_jax.journal import append
 from aspd_jax.language_model import LanguageModel, save_adapter, save_draft_heads, save_model
 from aspd_jax.progress import Bar
 from aspd_jax.sharding import make_mesh
-from train.batches import Batch, RecordBatches, record_held_out, record_steps
+from train.batches import Batch, record_batches, record_held_out, record_steps
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig
 from train.loss import Sums
-from train.metrics import MetricsWriter, memory_in_use, model_flops, peak_flops
+from train.metrics import memory_in_use, model_flops, open_metrics, peak_flops
 from train.records import Records
 from train.setup import Setup, load, set_up
 from train.step import TrainState, evaluation_sums, join, part_losses, train_step
@@ -38,7 +41,7 @@ MAY_CHANGE = (
 class Data(NamedTuple):
     """Data of a run: training batches, held-out batches, total number of steps, names of the tokenised files by key."""
 
-    batches: RecordBatches
+    batches: Any
     held_out: list[Batch]
     steps: int
     files: dict[str, list[str]]
@@ -74,7 +77,7 @@ def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageM
     result = output / result_name(config)
     started = result.exists() or any(step.name.isdigit() for step in (output / "checkpoints").glob("*"))
     if first_process:
-        _claim(output / "config.json", started, "values", json.loads(json.dumps(config.as_dict())))
+        _claim(output / "config.json", started, "values", json.loads(json.dumps(asdict(config))))
     lm = load(config, mesh)
     data = read_data(config, lm, output, progress and first_process)
     if first_process:
@@ -120,7 +123,7 @@ def read_data(config: TrainConfig, lm: LanguageModel, output: Path, progress: bo
         if held_out_records:
             print(f"held-out data: {held_out_records.report()}")
     return Data(
-        RecordBatches(records, special, config, config.epochs if not config.steps else None),
+        record_batches(records, special, config, config.epochs if not config.steps else None),
         record_held_out(held_out_records, special, config) if held_out_records else [],
         config.steps or record_steps(records, config),
         {"data.train": records.files, "data.held_out": held_out_records.files if held_out_records else []},
@@ -132,11 +135,12 @@ def _run(
 ) -> TrainState:
     batches, first = data.batches, checkpoints.latest
     if first:
-        state, batches.state = checkpoints.restore(first, setup.free_state())
+        state, position = checkpoints.restore(first, setup.free_state())
+        batches.set_state(position)
     else:
         state = setup.state
     update = train_step(setup.model, setup.optimiser, config.optimiser.accumulate)
-    writer = MetricsWriter(output, first) if jax.process_index() == 0 else None
+    log = open_metrics(output, first) if jax.process_index() == 0 else None
     flops = model_flops(setup.lm.config, join(state.params, setup.frozen), config.data.length)
     peak = peak_flops(setup.mesh)
     bar = Bar(range(first, data.steps), initial=first, total=data.steps, disable=not progress, unit="step")
@@ -160,8 +164,8 @@ def _run(
                 bar.write(f"step {step}: skipped {new} updates since the last report: loss or gradient not finite")
                 skipped = values["skipped"]
             bar.set_postfix(loss=f"{values['loss']:.4f}", tokens_per_second=f"{values['tokens_per_second']:.0f}")
-            if writer:
-                writer.write(step, values)
+            if log:
+                append(log, {"step": step, **values})
             since, tokens = time.monotonic(), 0
         if step % config.save_every == 0 or last:
             jax.block_until_ready(state)
@@ -169,12 +173,12 @@ def _run(
             if data.held_out:
                 held_out = evaluate(setup, state, data.held_out)
                 loss = held_out["held_out_loss"]
-                if writer:
-                    writer.write(step, held_out)
-            checkpoints.save(step, state, batches.state, loss)
+                if log:
+                    append(log, {"step": step, **held_out})
+            checkpoints.save(step, state, batches.get_state(), loss)
             since += time.monotonic() - paused
-    if writer:
-        writer.close()
+    if log:
+        log.close()
     return state
 
 
@@ -233,17 +237,10 @@ def _claim(file: Path, started: bool, what: str, values: dict[str, Any]) -> None
     if not (started and file.exists()):
         write_whole(file, json.dumps(values, indent=2) + "\n")
         return
-    new, old = _flat(values), _flat(read_object(file))
+    new, old = (flatten_dict(one, sep=".") for one in (values, read_object(file)))
     different = sorted(key for key in new | old if new.get(key) != old.get(key) and key not in MAY_CHANGE)
     if different:
         raise ConfigError(
             f"{file.parent}: expected the {what} with which the run began, got other {what} of {', '.join(different)}. "
             "Choose another folder, or delete this one."
         )
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

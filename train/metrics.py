@@ -53,32 +53,22 @@ def memory_in_use() -> float | None:
     return max(used) if used else None
 
 
-class MetricsWriter:
-    """Writer of metrics.jsonl.
+def open_metrics(folder: Path, first: int) -> Log:
+    """Open metrics.jsonl in the folder of a run, to append records of steps.
 
     Args:
         folder: folder of the run.
-        first: step from which the run resumes; later entries are deleted, so that no step occurs twice.
+        first: step from which the run resumes; later records are deleted, so that no step occurs twice, and so are
+            damaged lines.
     """
-
-    def __init__(self, folder: Path, first: int) -> None:
-        file = folder / "metrics.jsonl"
-        if file.exists():
-            kept = [line for line in file.read_text().splitlines() if _step(line) <= first]
-            write_whole(file, "".join(f"{line}\n" for line in kept))
-        self._file = Log(file)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Write the metrics of a step."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-
-    def close(self) -> None:
-        """Flush and close the file."""
-        self._file.close()
+    file = folder / "metrics.jsonl"
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    write_whole(file, "".join(f"{line}\n" for line in lines if _step(line) <= first))
+    return Log(file)
 
 
 def _step(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return float("inf")  # an incomplete last line, left by a killed run
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

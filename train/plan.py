@@ -24,6 +24,7 @@ from aspd_jax.model.transformer import LAYERS, Transformer
 from aspd_jax.model.vocabulary import HEAD_AXES
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import MESH_AXES, partition_spec
+from aspd_jax.tables import markdown_table
 from aspd_jax.tokens import TAGS
 from train.config import ModelSection, TrainConfig
 from train.loss import CHUNK
@@ -165,14 +166,15 @@ def report(config: TrainConfig) -> str:
     memory, shape = plan(config), planned_shape(config)
     mesh = " x ".join(f"{axis} {getattr(config.mesh, axis)}" for axis in MESH_AXES)
     tokens = config.data.rows * config.data.length
-    rows = [
-        ("parameters", memory.weights),
-        ("gradient", memory.gradient),
-        ("optimiser moments", memory.moments),
-        ("activations kept", memory.activations),
-        ("activations in work", memory.working),
-        ("total", memory.total),
-    ]
+    sizes = {
+        "parameters": memory.weights,
+        "gradient": memory.gradient,
+        "optimiser moments": memory.moments,
+        "activations kept": memory.activations,
+        "activations in work": memory.working,
+        "total": memory.total,
+    }
+    table = markdown_table([{"on each device": name, "GiB": f"{size / 2**30:.2f}"} for name, size in sizes.items()])
     absent = f"{config.model.checkpoint}: no such file or folder; this is the shape in the configuration"
     lines = [
         *([] if is_present(config) else [absent]),
@@ -181,8 +183,6 @@ def report(config: TrainConfig) -> str:
         f"mesh {mesh}; {config.data.rows} rows of {config.data.length} tokens a step ({tokens} tokens) "
         f"in {config.optimiser.accumulate} part{'s' if config.optimiser.accumulate > 1 else ''}",
         "",
-        "| on each device | GiB |",
-        "|---|---|",
-        *(f"| {name} | {size / 2**30:.2f} |" for name, size in rows),
+        table,
     ]
     return "\n".join(lines)

@@ -23,7 +23,7 @@ from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import named_sharding, shardings
 from train.batches import Batch
 from train.config import TrainConfig
-from train.step import TrainState, abstract_state, in_float32, is_trained, join, make_optimiser
+from train.step import TrainState, abstract_state, is_trained, join, make_optimiser
 
 
 @dataclass
@@ -49,7 +49,13 @@ class Setup:
     @cached_property
     def state(self) -> TrainState:
         """Return the training state of step 0."""
-        return initial_state(self.model, self.optimiser, self.params)
+        places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(self.model, self.optimiser))
+
+        def init(params: Any) -> Any:
+            return self.optimiser.init(optax.tree.cast(params, jnp.float32))
+
+        step, skipped = (jax.device_put(jnp.zeros((), jnp.int32), place) for place in places[:2])
+        return TrainState(step, skipped, self.params, jax.jit(init, out_shardings=places.optimiser)(self.params))
 
     def free_state(self) -> TrainState:
         """Free the parameters of step 0, and return its state as shapes with shardings."""
@@ -131,17 +137,6 @@ def trained_model(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> Transf
     """Return the transformer with the attention, scan and remat of a configuration."""
     section = config.model
     return Transformer(replace(shape, attention=section.attention), scan=section.scan, remat=section.remat, mesh=mesh)
-
-
-def initial_state(model: Transformer, optimiser: optax.GradientTransformation, params: Any) -> TrainState:
-    """Return the state of step 0 for parameters with the shardings of `abstract_state`."""
-    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimiser))
-
-    def init(params: Any) -> Any:
-        return optimiser.init(in_float32(params))
-
-    step, skipped = (jax.device_put(jnp.zeros((), jnp.int32), place) for place in places[:2])
-    return TrainState(step, skipped, params, jax.jit(init, out_shardings=places.optimiser)(params))
 
 
 def as_configured(shape: ModelConfig, config: TrainConfig) -> ModelConfig:

@@ -23,7 +23,7 @@ from aspd_jax.model.weights import ADAPTERS, abstract_parameters
 from aspd_jax.sharding import shardings
 from train.batches import PARTS, Batch
 from train.config import OptimiserSection
-from train.loss import Sums, loss_over_mesh, next_token_loss
+from train.loss import Sums, loss_over_mesh
 
 DECAYING = ("kernel", "embedding", "head", *draft_shapes(1), *ADAPTERS)  # last names of paths
 
@@ -96,7 +96,7 @@ def abstract_state(model: Transformer, optimiser: optax.GradientTransformation, 
             if is_trained(path, model.config)
         }
     )
-    moments = jax.eval_shape(lambda params: optimiser.init(in_float32(params)), params)
+    moments = jax.eval_shape(lambda params: optimiser.init(optax.tree.cast(params, jnp.float32)), params)
     moment_places = optax.tree.map_params(
         optimiser, lambda _, leaf: leaf.sharding, moments, params, transform_non_params=lambda _: everywhere
     )
@@ -110,11 +110,6 @@ def abstract_state(model: Transformer, optimiser: optax.GradientTransformation, 
 def join(trained: Any, frozen: Any) -> Any:
     """Merge trained and frozen parameters into one tree."""
     return unflatten_dict(flatten_dict(trained) | flatten_dict(frozen))
-
-
-def in_float32(tree: Any) -> Any:
-    """Convert the leaves of a tree to float32."""
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
 
 def rounded(new: Any, old: Any, key: jax.Array) -> Any:
@@ -140,19 +135,18 @@ def loss_sums(model: Transformer, params: Any, batch: Batch) -> Sums:
     hidden: Any = model.apply({"params": params}, batch.tokens, batch.layout, head=False)
     head, logits = head_of(model.config, params), partial(lm_head, model.config)
 
+    mesh: Any = model.mesh
+
     def sums(hidden: jax.Array, tokens: Any, weight: Any, part: Any) -> Sums:
-        if model.mesh is None:
-            return next_token_loss(hidden, partial(logits, head), tokens, weight, part, len(PARTS))
-        return loss_over_mesh(model.mesh, hidden, head, logits, tokens, weight, part, len(PARTS))
+        return loss_over_mesh(mesh, hidden, head, logits, tokens, weight, part, len(PARTS))
 
     if not model.config.draft_heads:
         return sums(hidden, batch.tokens, batch.loss, batch.part)
     states = model.apply({"params": params}, hidden, batch.tokens, method="draft_states")
     of_heads, weight = [], jnp.asarray(batch.loss)
     for number, state in enumerate(states, 1):
-        weight = weight * shift_left(
-            batch.loss, number
-        )  # all tokens up to the draft token are sampled, so in one segment
+        # All tokens up to the draft token are sampled, so in one segment.
+        weight = weight * shift_left(batch.loss, number)
         of_heads.append(sums(state, shift_left(batch.tokens, number), weight, shift_left(batch.part, number)))
     total: Sums = jax.tree.map(lambda *values: sum(values[1:], values[0]), *of_heads)
     return total
@@ -207,23 +201,21 @@ def _update(
             return jax.tree.map(jnp.add, carry, gradient_of(state.params, part)), None
 
         zero = jnp.zeros(len(PARTS), jnp.float32)
-        start = (jax.tree.map(jnp.zeros_like, in_float32(state.params)), Sums(zero, zero))
+        start = (optax.tree.zeros_like(state.params, jnp.float32), Sums(zero, zero))
         (gradient, sums), _ = jax.lax.scan(add, start, parts)
     weight = jnp.maximum(sums.weight.sum(), 1.0)
-    gradient = jax.tree.map(lambda leaf: leaf / weight, in_float32(gradient))
+    gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / weight, gradient)
     norm = optax.tree.norm(gradient)
-    exact = in_float32(state.params)
+    exact = optax.tree.cast(state.params, jnp.float32)
     updates, optimiser_state = optimiser.update(gradient, state.optimiser, exact)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss.sum())
 
-    def chosen(new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-
     updated = rounded(optax.apply_updates(exact, updates), state.params, jax.random.key(state.step))
-    params = chosen(updated, state.params)
+    params = optax.tree.where(finite, updated, state.params)
     skipped = state.skipped + 1 - finite.astype(jnp.int32)
     metrics = {"loss": sums.mean(), "gradient_norm": norm, "skipped": skipped, **part_losses(sums)}
-    return TrainState(state.step + 1, skipped, params, chosen(optimiser_state, state.optimiser)), metrics
+    kept = optax.tree.where(finite, optimiser_state, state.optimiser)
+    return TrainState(state.step + 1, skipped, params, kept), metrics
 
 
 def part_losses(sums: Sums) -> dict[str, jax.Array]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from aspd_jax.blocks.extract import CONCLUSIONS
 from aspd_jax.blocks.markers import NUMBERS, SPACELESS, marker_of
@@ -104,7 +105,7 @@ def find_dependence(messages: Sequence[str], answer: str, block: BlockSpan) -> s
     texts = [answer[branch.start : branch.end].strip() for branch in block.branches]
     titles = [branch.title for branch in block.branches]
     before = "\n".join([*messages, answer[: block.start]])
-    for found in (
+    reasons = chain(
         _says_nothing(titles),
         _duplicates(titles),
         _references(texts),
@@ -117,10 +118,8 @@ def find_dependence(messages: Sequence[str], answer: str, block: BlockSpan) -> s
         _course(messages, titles, texts),
         _explains_code(answer, block),
         _derives(messages),
-    ):
-        for reason in found:
-            return reason
-    return None
+    )
+    return next(reasons, None)
 
 
 def _says_nothing(titles: Sequence[str]) -> Iterator[str]:
@@ -260,8 +259,8 @@ def _derives(messages: Sequence[str]) -> Iterator[str]:
         yield f"derivation: the question asks for a number, {_start(found[0])!r}"
 
 
-def find_defect(answer: str, block: BlockSpan) -> str | None:
-    """Return the first reason why a block should not be taught although its branches may be independent, or None.
+def find_defects(answer: str, block: BlockSpan) -> Iterator[str]:
+    """Yield the reasons why a block should not be taught although its branches may be independent.
 
     A model repeats such defects in every list, because its branches do not see each other.
 
@@ -271,10 +270,7 @@ def find_defect(answer: str, block: BlockSpan) -> str | None:
     """
     texts = [answer[branch.start : branch.end] for branch in block.branches]
     titles = [branch.title for branch in block.branches]
-    for found in (_gaps(answer, block), _alike(titles), _shared_words(texts)):
-        for reason in found:
-            return reason
-    return None
+    return chain(_gaps(answer, block), _alike(titles), _shared_words(texts))
 
 
 def _gaps(answer: str, block: BlockSpan) -> Iterator[str]:

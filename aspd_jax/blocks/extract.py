@@ -18,7 +18,7 @@ from markdown_it.token import Token
 
 from aspd_jax.blocks.markers import Marker, marker_of
 from aspd_jax.blocks.regions import regions_of
-from aspd_jax.blocks.spans import BlockSpan, BranchSpan, shifted
+from aspd_jax.blocks.spans import BlockSpan, BranchSpan
 from aspd_jax.blocks.titles import titles_of
 
 _NEWLINE = re.compile(r"\r\n?|\n")  # ends of lines in the Markdown parser
@@ -87,31 +87,15 @@ def propose(answer: str) -> list[tuple[BlockSpan, ...]]:
     Blocks are in order, do not overlap, and lie in one region each. Branches adjoin. Code, tables, quotes, formulas and
     elements are never cut.
     """
-    regions = [(lines, _atoms(lines)) for lines in _regions(answer)]
+    found_regions = regions_of(answer)
+    parts = [_Lines(answer[start:end], start, found_regions.protected) for start, end in found_regions]
+    regions = [(lines, _atoms(lines)) for lines in parts]
     found: list[tuple[BlockSpan, ...]] = []
     for inner in (False, True):
-        blocks = tuple(
-            shifted(block, lines.start)
-            for lines, atoms in regions
-            if atoms
-            for block in _blocks(lines, atoms, len(lines), inner)
-        )
+        blocks = tuple(block for lines, atoms in regions if atoms for block in _blocks(lines, atoms, len(lines), inner))
         if blocks and blocks not in found:
             found.append(blocks)
     return found
-
-
-def line_starts(answer: str) -> list[int]:
-    """Return the offset of each line of an answer."""
-    ends = [found.end() for found in _NEWLINE.finditer(answer)]
-    return [0, *(end for end in ends if end < len(answer))] if answer else []
-
-
-def _regions(answer: str) -> Iterator[_Lines]:
-    """Yield the lines of each region of an answer."""
-    regions = regions_of(answer)
-    for start, end in regions:
-        yield _Lines(answer[start:end], start, [(first - start, last - start) for first, last in regions.protected])
 
 
 class _Lines:
@@ -120,7 +104,7 @@ class _Lines:
     Args:
         answer: text of the region.
         start: offset of the region in the whole answer.
-        protected: ranges of the region that are never cut, except code.
+        protected: ranges of the whole answer that are never cut, except code.
 
     Attributes:
         answer, start: see above.
@@ -135,9 +119,10 @@ class _Lines:
 
     def __init__(self, answer: str, start: int, protected: Sequence[tuple[int, int]]) -> None:
         self.answer, self.start = answer, start
-        self.starts = line_starts(answer)
+        ends = [found.end() for found in _NEWLINE.finditer(answer)]
+        self.starts = [0, *(end for end in ends if end < len(answer))] if answer else []
         self.inside, self.opaque = set[int](), set[int]()
-        for first, end in protected:
+        for first, end in ((first - start, end - start) for first, end in protected):
             line = bisect_right(self.starts, first) - 1
             if line >= 0 and not answer[self.starts[line] : first].strip():
                 self.opaque.add(line)
@@ -146,15 +131,11 @@ class _Lines:
         self.origin: list[int] = []
         for line in range(len(self.starts)):
             text = answer[self.offset(line) : self.offset(line + 1)].rstrip("\r\n")
-            if line in self.inside:
-                texts.append("x")
-                self.origin.append(line)
-                continue
-            at_margin = line > 0 and text[:1].strip()
+            at_margin = line > 0 and text[:1].strip() and line not in self.inside
             if at_margin and (_part_marker(text) or (text[0].isalpha() and _WHOLE_SENTENCE.search(texts[-1]))):
                 texts.append("")
                 self.origin.append(line)
-            texts.append(text)
+            texts.append("x" if line in self.inside else text)
             self.origin.append(line)
         self.origin.append(len(self.starts))
         self.markdown = "\n".join(texts)
@@ -238,31 +219,23 @@ def _part_marker(line: str) -> Marker | None:
 
 def _blocks(lines: _Lines, atoms: Sequence[_Atom], end: int, inner: bool) -> Iterator[BlockSpan]:
     """Yield the blocks of atoms that end at line `end`; `inner`: prefer blocks within parts."""
-    runs = _outermost(_runs(lines, atoms), len(atoms))
+    runs = _outermost(_runs(lines, atoms))
+    starts = [*(atom.start for atom in atoms), end]
     place = 0
     for run in [*runs, None]:
         # Text between two runs may contain a list of its own, such as that in the only item of a list.
-        for atom_place in range(place, run.heads[0] if run else len(atoms)):
-            after = atoms[atom_place + 1].start if atom_place + 1 < len(atoms) else end
-            if atoms[atom_place].children:
-                yield from _blocks(lines, atoms[atom_place].children, after, inner)
+        for between in range(place, run.heads[0] if run else len(atoms)):
+            yield from _blocks(lines, atoms[between].children, starts[between + 1], inner)
         if run is None:
             return
         place = run.end
-        parts = [*run.heads, run.end]
         nested: list[BlockSpan] = []
-        last = atoms[run.end].start if run.end < len(atoms) else end
-        for first, after in pairwise(parts) if inner else ():
-            limit = atoms[after].start if after < len(atoms) else end
-            children = atoms[first].children
-            own_end = atoms[first + 1].start if first + 1 < after else limit
-            nested += _blocks(lines, children, own_end, inner)
-            nested += _blocks(lines, atoms[first + 1 : after], limit, inner)
+        for first, after in pairwise([*run.heads, run.end]) if inner else ():
+            nested += _blocks(lines, atoms[first].children, starts[first + 1], inner)
+            nested += _blocks(lines, atoms[first + 1 : after], starts[after], inner)
         if nested:
             yield from nested
-            continue
-        starts = [atoms[head].start for head in run.heads]
-        if block := _block(lines, starts, last):
+        elif block := _block(lines, [starts[head] for head in run.heads], starts[run.end]):
             yield block
 
 
@@ -274,7 +247,7 @@ def _runs(lines: _Lines, atoms: Sequence[_Atom]) -> list[_Run]:
         for place, atom in enumerate(atoms):
             if atom.family != family:
                 continue
-            if current and not _follows(lines, atoms, current, place):
+            if current and not _follows(atoms, current, place):
                 found.append(_run(lines, atoms, current))
                 current = []
             current.append(place)
@@ -282,7 +255,7 @@ def _runs(lines: _Lines, atoms: Sequence[_Atom]) -> list[_Run]:
     return [run for run in found if run is not None]
 
 
-def _follows(lines: _Lines, atoms: Sequence[_Atom], current: Sequence[int], place: int) -> bool:
+def _follows(atoms: Sequence[_Atom], current: Sequence[int], place: int) -> bool:
     """Return whether an atom continues the list whose parts so far are `current`."""
     before, here = atoms[current[-1]], atoms[place]
     between = atoms[current[-1] + 1 : place]
@@ -325,8 +298,9 @@ def _run(lines: _Lines, atoms: Sequence[_Atom], heads: Sequence[int]) -> _Run | 
             end += 1
         return _Run(tuple(heads), end)
     # The last part may be as long as its shortest sibling, counted in Markdown blocks.
-    allowed = min(len(_nodes(atoms, first, after)) for first, after in pairwise(heads)) - 1
-    if _last_text(lines, atoms[end].start if end < len(atoms) else len(lines)).endswith((":", "：")):
+    allowed = min(len({atom.node for atom in atoms[first + 1 : after]}) for first, after in pairwise(heads))
+    begun = lines.answer[: lines.offset(following[0].start if following else len(lines))]
+    if begun.rstrip().endswith((":", "：")):
         allowed = max(allowed, 1)
     taken: set[int] = set()
     for atom in following:
@@ -341,28 +315,15 @@ def _run(lines: _Lines, atoms: Sequence[_Atom], heads: Sequence[int]) -> _Run | 
     return _Run(tuple(heads), end)
 
 
-def _last_text(lines: _Lines, end: int) -> str:
-    """Return the last non-empty line before line `end`."""
-    while end > 1 and not lines.text(end - 1):
-        end -= 1
-    return lines.text(end - 1)
-
-
-def _nodes(atoms: Sequence[_Atom], first: int, after: int) -> set[int]:
-    """Return the Markdown blocks of a part; the atom that begins it counts as a separate block."""
-    return {-1, *(atom.node for atom in atoms[first + 1 : after])}
-
-
-def _outermost(runs: Sequence[_Run], count: int) -> list[_Run]:
+def _outermost(runs: Sequence[_Run]) -> list[_Run]:
     """Return runs that do not overlap, preferring longer runs."""
-    taken = [False] * count
+    taken: set[int] = set()
     chosen = []
     for run in sorted(runs, key=lambda run: (run.heads[0] - run.end, -len(run.heads), run.heads[0])):
         place = range(run.heads[0], run.end)
-        if not any(taken[atom] for atom in place):
+        if taken.isdisjoint(place):
             chosen.append(run)
-            for atom in place:
-                taken[atom] = True
+            taken.update(place)
     return sorted(chosen)
 
 
@@ -377,5 +338,5 @@ def _block(lines: _Lines, starts: Sequence[int], end: int) -> BlockSpan | None:
         titles, edges = titles[:-1], edges[:-1]
     if len(titles) < 2 or not all(titles):
         return None
-    spans = zip(titles, pairwise(edges), strict=True)
-    return BlockSpan(tuple(BranchSpan(title, first, after) for title, (first, after) in spans))
+    spans = zip(titles, pairwise(lines.start + edge for edge in edges), strict=True)
+    return BlockSpan(tuple(BranchSpan(title, *span) for title, span in spans))

@@ -62,20 +62,15 @@ class Measures(NamedTuple):
 
 def measure(answer: str, blocks: Sequence[BlockSpan], count: Count) -> Measures:
     """Return the measures of an answer with blocks; `count` returns the tokens of a text."""
-    serial, critical, in_branches, in_titles, place = 0, 1, 0, 0, 0
-    for block in blocks:
-        serial += count(answer[place : block.start])
-        cost = _cost(answer, block, count)
-        in_branches += cost.tokens
-        in_titles += cost.titles
-        critical += cost.steps
-        place = block.end
-    serial += count(answer[place:])
+    costs = [_cost(answer, block, count) for block in blocks]
+    edges = [0, *(edge for block in blocks for edge in (block.start, block.end)), len(answer)]
+    serial = sum(count(answer[first:last]) for first, last in zip(edges[::2], edges[1::2], strict=True))
+    in_branches = sum(cost.tokens for cost in costs)
     return Measures(
         tokens=serial + in_branches,
         branch_tokens=in_branches,
-        title_tokens=in_titles,
-        critical_path=critical + serial,
+        title_tokens=sum(cost.titles for cost in costs),
+        critical_path=1 + serial + sum(cost.steps for cost in costs),
         blocks=len(blocks),
         branches=sum(len(block.branches) for block in blocks),
     )

@@ -1,14 +1,27 @@
-"""Structure as character spans over an unchanged answer (protocol, section 7)."""
+r"""Structure as character spans over an unchanged answer, and the leads of branches (protocol, section 7).
+
+A lead is the beginning of a part, which a model writes before the block. It has the white space before its part, the
+marker, and the words that tell the part from others, with the punctuation and the marks of emphasis behind them:
+`\n\n2. **Eat well**:`. The parts of an answer that are cut in this way join to its text, whatever the branches write.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from aspd_jax.blocks.titles import titles_of
+from aspd_jax.blocks.markers import BOLD, marker_of
+from aspd_jax.blocks.regions import regions_of
+from aspd_jax.blocks.titles import FIRST_WORDS, WORD, titles_of
 from aspd_jax.errors import StructureError
 from aspd_jax.layout import Titles
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure
+
+FAR = 8  # maximum characters of emphasis and blanks between a marker and its title
+MAX_BOLD = 120  # maximum characters of a bold lead
+# What may follow the words of a lead: emphasis, punctuation, emphasis, a dash.
+_CLOSING = re.compile(r"[*_`\"”’」)\]]*[:：.!?。！？]?[*_`\"”’」)\]]*(?:[ \t]*[-–—](?=\s))?")
 
 
 @dataclass(frozen=True)
@@ -48,16 +61,6 @@ class BlockSpan:
         return self.branches[-1].end
 
 
-def shifted(block: BlockSpan, offset: int) -> BlockSpan:
-    """Return a block of a part of an answer as a block of the answer, in which the part begins at `offset`."""
-    return BlockSpan(tuple(replace(b, start=b.start + offset, end=b.end + offset) for b in block.branches))
-
-
-def lead_of(answer: str, branch: BranchSpan) -> str:
-    """Return the lead of a branch; empty if its title is a name."""
-    return answer[branch.start : branch.start + branch.lead]
-
-
 def structure_of(answer: str, blocks: Sequence[BlockSpan]) -> Structure:
     """Return the structured answer; its plain text is always the answer.
 
@@ -79,7 +82,8 @@ def structure_of(answer: str, blocks: Sequence[BlockSpan]) -> Structure:
                     f"branch {branch.title!r}: expected one or more characters from {place} on, "
                     f"got {branch.start} to {branch.end} of {len(answer)}"
                 )
-            branches.append(Branch(lead_of(answer, branch) or branch.title, answer[branch.start : branch.end]))
+            text = answer[branch.start : branch.end]
+            branches.append(Branch(text[: branch.lead] or branch.title, text))
             place = branch.end
         items.append(Parallel(branches))
     if place < len(answer):
@@ -108,3 +112,53 @@ def spans_of(items: Sequence[Item], titles: Titles = "leads") -> tuple[BlockSpan
             place += len(branch.text)
         blocks.append(BlockSpan(tuple(branches)))
     return tuple(blocks)
+
+
+def with_leads(answer: str, block: BlockSpan) -> BlockSpan:
+    """Return a block whose branches begin with the white space before them, and have leads.
+
+    A lead that would end within code, a formula or an element (`aspd_jax.blocks.regions`) ends behind it.
+
+    Raises:
+        StructureError: a lead is no longer than the white space and the marker of its part, or would end in another
+            part.
+    """
+    starts = [len(answer[: branch.start].rstrip()) for branch in block.branches]
+    ends = [*starts[1:], len(answer[: block.end].rstrip())]
+    regions = regions_of(answer)
+    whole = (*regions.protected, *regions.code)
+    branches = []
+    for branch, start, end in zip(block.branches, starts, ends, strict=True):
+        place = start + lead_length(answer[start:end], branch.title)
+        lead = max((last for first, last in whole if first < place < last), default=place) - start
+        if lead > end - start:
+            raise StructureError(f"the lead of the part {answer[start:end].strip()[:40]!r} ends in another part")
+        branches.append(replace(branch, start=start, end=end, lead=lead))
+    return BlockSpan(tuple(branches))
+
+
+def lead_length(part: str, title: str) -> int:
+    """Return the number of characters of the lead of a part.
+
+    Args:
+        part: text of the part, with the white space before it.
+        title: its title, which the lead ends with if the part begins with it.
+
+    Raises:
+        StructureError: the part has no words.
+    """
+    blank = len(part) - len(part.lstrip())
+    marker = marker_of(part[blank:])
+    behind = blank + (marker.length if marker else 0)  # marks of emphasis before a marker belong to it
+    bold = BOLD.search(part, blank, behind + FAR + MAX_BOLD)
+    found = part.find(title, blank, behind + FAR + len(title))
+    if bold and bold.start() <= max(behind, found):
+        end = bold.end()
+    elif found >= 0:
+        end = found + len(title)
+    else:
+        words = list(WORD.finditer(part, behind))[:FIRST_WORDS]
+        if not words:
+            raise StructureError(f"the part {part[:40]!r} has no words for a lead")
+        end = words[-1].end()
+    return _CLOSING.match(part, end).end()  # type: ignore[union-attr]  # it matches nothing, too

@@ -30,7 +30,7 @@ def titles_of(parts: Sequence[str]) -> list[str]:
 
     Equal titles are extended by more words; they stay equal if the parts begin alike.
     """
-    titles = [_title(part, FIRST_WORDS) for part in parts]
+    titles = [_title(part) for part in parts]
     for words in range(FIRST_WORDS, LAST_WORDS, 3):
         names = [title.casefold() for title in titles]
         times = Counter(names)
@@ -60,7 +60,7 @@ def _body(part: str) -> str:
     return text if named and not _bare(rest.split("\n", 1)[0]) else rest.strip()
 
 
-def _title(part: str, words: int) -> str:
+def _title(part: str) -> str:
     heading = _HEADING.match(part.strip())
     text = _body(part)
     line = text.split("\n", 1)[0].strip()
@@ -76,7 +76,7 @@ def _title(part: str, words: int) -> str:
         title = _bare(candidate)
         if title and len(WORD.findall(title)) <= MAX_WORDS:
             return title
-    return _first_words(text, words)
+    return _first_words(text, FIRST_WORDS)
 
 
 def _first_words(text: str, words: int) -> str:

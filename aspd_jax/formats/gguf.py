@@ -14,8 +14,7 @@ from gguf import TokenType
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats import Checkpoint, Tensors
-from aspd_jax.formats.gguf_file import GgufTensor, open_gguf_file
-from aspd_jax.formats.gguf_metadata import Metadata
+from aspd_jax.formats.gguf_file import GgufTensor, Metadata, open_gguf_file
 from aspd_jax.formats.gguf_tokenizer import read_end_ids, read_tokenizer
 from aspd_jax.formats.hf_config import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Kind, check_fields, make_config
 from aspd_jax.model.config import FAMILIES, RopeConfig
@@ -24,7 +23,7 @@ from aspd_jax.model.rope import rope_frequencies
 # Families by the name of their architecture in GGUF; Mistral files have the architecture llama.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 GEMMA_PERIOD = 6  # every sixth layer of Gemma 3 has full attention
-GEMMA_LOCAL_BASE = 10000.0
+BASE = 10000.0  # of the frequencies, where the file does not state it
 
 OUTSIDE_LAYERS = {
     "token_embd": "model.embed_tokens",
@@ -52,6 +51,7 @@ GEMMA_LAYERS = {
 }
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies of Llama 3.1 and later
 LLAMA3_LENGTH = 8192
+ORIGINAL_LENGTH = "rope.scaling.original_context_length"
 PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")  # a part of a split file
 # Keys below the architecture's name that are read, first those of all architectures.
 HEAD_SIZES = (
@@ -64,10 +64,15 @@ READ: dict[str, Kind] = {
     **dict.fromkeys(("attention.layer_norm_rms_epsilon", "rope.freq_base"), POSITIVE),
     **dict.fromkeys(("rope.scale_linear", "rope.scaling.factor"), NOT_NEGATIVE),  # 0: no scaling
     **dict.fromkeys(("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"), POSITIVE),
-    "rope.scaling.original_context_length": COUNT,
+    ORIGINAL_LENGTH: COUNT,
     "rope.scaling.type": TEXT,
 }
 READ_GEMMA = {"attention.sliding_window": COUNT, "rope.freq_base_swa": POSITIVE}
+NEEDED = (
+    *("attention.head_count", "attention.layer_norm_rms_epsilon"),
+    *("block_count", "context_length", "embedding_length", "feed_forward_length"),
+)
+NEEDED_GEMMA = ("attention.sliding_window",)
 UNREAD = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")  # keys without an effect
 # Values without an effect of other keys; for keys not listed: 0, false and empty values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -113,19 +118,13 @@ def open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def _open(path: Path) -> tuple[Metadata, dict[str, GgufTensor]]:
-    """Read the metadata of one file."""
-    opened = open_gguf_file(path)
-    return Metadata(path, opened.values), opened.tensors
-
-
 def _open_parts(path: Path) -> list[tuple[Metadata, dict[str, GgufTensor]]]:
     """Read the metadata of a file, or of all parts of a split model.
 
     Raises:
         CheckpointError: a part is missing from the folder.
     """
-    opened = _open(path)
+    opened = open_gguf_file(path)
     number, count = opened[0].get("split.no", 0), opened[0].get("split.count", 1)
     if count <= 1:
         return [opened]
@@ -135,86 +134,67 @@ def _open_parts(path: Path) -> list[tuple[Metadata, dict[str, GgufTensor]]]:
     if missing or not files or files[number : number + 1] != [path]:
         problem = f"no {', '.join(missing)}" if missing else f"part {number + 1} under another name"
         raise CheckpointError(f"{path}: expected {count} parts with their original names in one folder, got {problem}")
-    parts = [opened if file == path else _open(file) for file in files]
+    parts = [opened if file == path else open_gguf_file(file) for file in files]
     for place, (metadata, _) in enumerate(parts):
         if (metadata.get("split.no"), metadata.get("split.count")) != (place, count):
             raise CheckpointError(f"{metadata.path}: expected part {place + 1} of {count}, got a part of another model")
     return parts
 
 
-def _check_keys(metadata: Metadata, family: str) -> None:
-    """Check that all values of the architecture are read or have no effect.
+def _values(metadata: Metadata, family: str) -> dict[str, Any]:
+    """Return the values of the architecture by the rest of their keys: one value where a key has a list for all layers.
 
     Raises:
-        CheckpointError: a value is invalid or not supported.
+        CheckpointError: a value is missing, invalid or not supported, or differs between layers.
     """
     known = READ | (READ_GEMMA if family == "gemma3" else {})
+    values: dict[str, Any] = {}
     for key in metadata.keys:
         name, value = key.removeprefix(f"{family}."), metadata.get(key)
         if name == key or name in UNREAD:
             continue
         if name in known:
-            value = _same_for_layers(metadata, key, value)
+            if isinstance(value, list):
+                if not value or any(other != value[0] for other in value):
+                    raise CheckpointError(f"{metadata.path}: {key}: expected one value for all layers, got {value}")
+                value = value[0]
             if not known[name].accepts(value):
                 raise CheckpointError(f"{metadata.path}: {key}: expected {known[name].expected}, got {value!r}")
+            values[name] = value
             continue
         plain = not any(value) if isinstance(value, list) else not value
         if value not in NEUTRAL[name] if name in NEUTRAL else not plain:
             raise CheckpointError(f"{metadata.path}: {key}: expected none, got {value!r}; this is not supported")
-
-
-def _same_for_layers(metadata: Metadata, key: str, value: Any) -> Any:
-    """Return the single value of a key that may have a list with a value per layer.
-
-    Raises:
-        CheckpointError: the values differ.
-    """
-    if not isinstance(value, list):
-        return value
-    if not value or any(other != value[0] for other in value):
-        raise CheckpointError(f"{metadata.path}: {key}: expected one value for all layers, got {value}")
-    return value[0]
-
-
-def _value(metadata: Metadata, key: str, default: Any = None) -> Any:
-    """Return the value of a key, or a default; see `_same_for_layers`."""
-    return _same_for_layers(metadata, key, metadata.get(key, default))
+    for name in (*NEEDED, *(NEEDED_GEMMA if family == "gemma3" else ())):
+        metadata[f"{family}.{name}"]  # raises if it is missing
+    return values
 
 
 def _config(metadata: Metadata, family: str, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
     """Return the equivalent of config.json."""
-
-    def optional(key: str, default: Any = None) -> Any:
-        return _value(metadata, f"{family}.{key}", default)
-
-    def needed(key: str) -> Any:
-        return _same_for_layers(metadata, f"{family}.{key}", metadata[f"{family}.{key}"])
-
-    _check_keys(metadata, family)
+    values = _values(metadata, family)
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{metadata.path}: expected a model with the tensor 'token_embd.weight', got none")
-    heads, hidden = needed("attention.head_count"), needed("embedding_length")
-    head = optional("attention.key_length", hidden // heads)
+    heads, hidden = values["attention.head_count"], values["embedding_length"]
+    head = values.get("attention.key_length", hidden // heads)
     for key in HEAD_SIZES:
-        if optional(key, head) != head:
-            raise CheckpointError(
-                f"{metadata.path}: {family}.{key}: expected the head size, {head}, got {optional(key)}"
-            )
+        if values.get(key, head) != head:
+            raise CheckpointError(f"{metadata.path}: {family}.{key}: expected the head size, {head}, got {values[key]}")
     config = {
         "architectures": [FAMILIES[ARCHITECTURES[family]]],
         "model_type": ARCHITECTURES[family],
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": needed("feed_forward_length"),
-        "num_hidden_layers": needed("block_count"),
+        "intermediate_size": values["feed_forward_length"],
+        "num_hidden_layers": values["block_count"],
         "num_attention_heads": heads,
-        "num_key_value_heads": optional("attention.head_count_kv", heads),
+        "num_key_value_heads": values.get("attention.head_count_kv", heads),
         "head_dim": head,
         "hidden_act": "silu",
-        "rms_norm_eps": needed("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": needed("context_length"),
-        "rope_theta": optional("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(metadata, family, head, tensors),
+        "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
+        "max_position_embeddings": values["context_length"],
+        "rope_theta": values.get("rope.freq_base", BASE),
+        "rope_scaling": _rope_scaling(metadata, family, values, head, tensors),
         "attention_bias": family != "qwen2" and "blk.0.attn_q.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -225,8 +205,7 @@ def _config(metadata: Metadata, family: str, tensors: dict[str, GgufTensor]) -> 
         config["aspd"] = {"unused_tokens": unused}
     if family != "gemma3":
         return config
-    local_base = optional("rope.freq_base_swa", GEMMA_LOCAL_BASE)
-    return config | _gemma(config, needed("attention.sliding_window"), local_base)
+    return config | _gemma(config, values["attention.sliding_window"], values.get("rope.freq_base_swa", BASE))
 
 
 def _gemma(config: dict[str, Any], window: int, local_base: float) -> dict[str, Any]:
@@ -250,36 +229,34 @@ def _gemma(config: dict[str, Any], window: int, local_base: float) -> dict[str, 
     }
 
 
-def _rope_scaling(metadata: Metadata, family: str, head: int, tensors: dict[str, GgufTensor]) -> dict[str, Any] | None:
-    def optional(key: str, default: Any = None) -> Any:
-        return _value(metadata, f"{family}.rope.{key}", default)
-
-    factor = optional("scaling.factor") or optional("scale_linear") or 1.0
-    kind = optional("scaling.type", "none" if factor == 1.0 else "linear")
+def _rope_scaling(
+    metadata: Metadata, family: str, values: dict[str, Any], head: int, tensors: dict[str, GgufTensor]
+) -> dict[str, Any] | None:
+    factor = values.get("rope.scaling.factor") or values.get("rope.scale_linear") or 1.0
+    kind = values.get("rope.scaling.type", "none" if factor == 1.0 else "linear")
     if ROPE_FACTORS in tensors:
         if kind != "none":
             raise CheckpointError(f"{metadata.path}: expected no rope scaling beside {ROPE_FACTORS}, got {kind!r}")
-        return _llama3_scaling(metadata, family, head, tensors[ROPE_FACTORS].values())
+        return _llama3_scaling(metadata, values.get("rope.freq_base", BASE), head, tensors[ROPE_FACTORS].values())
     if kind == "none":
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        length_key = "scaling.original_context_length"
-        length = optional(length_key, metadata[f"{family}.rope.{length_key}"])
-        ramp = {key: optional(f"scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
+        length = values.get(ORIGINAL_LENGTH) or metadata[f"{family}.{ORIGINAL_LENGTH}"]
+        ramp = {key: values.get(f"rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
         ramp = {key: value for key, value in ramp.items() if value is not None}
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length} | ramp
     raise CheckpointError(f"{metadata.path}: rope scaling: expected none, linear or yarn, got {kind!r}")
 
 
-def _llama3_scaling(metadata: Metadata, family: str, head: int, factors: np.ndarray) -> dict[str, Any]:
+def _llama3_scaling(metadata: Metadata, theta: float, head: int, factors: np.ndarray) -> dict[str, Any]:
     """Return Llama 3's scaling, which the file holds as a factor for each frequency.
 
     Raises:
         CheckpointError: the factors are not those of Llama 3.
     """
-    theta, factor = float(_value(metadata, f"{family}.rope.freq_base", 10000.0)), float(factors.max())
+    theta, factor = float(theta), float(factors.max())
     scaled = rope_frequencies(RopeConfig(theta, "llama3", factor, LLAMA3_LENGTH), head)
     if not np.allclose(rope_frequencies(RopeConfig(theta), head) / factors, scaled, rtol=1e-4):
         raise CheckpointError(f"{metadata.path}: {ROPE_FACTORS}: expected the factors of Llama 3's scaling, got others")

@@ -1,4 +1,4 @@
-"""GGUF files as values and tensors: header, key-value pairs and tensor descriptions.
+"""GGUF files as metadata and tensors: header, key-value pairs and tensor descriptions.
 
 The `gguf` library has a reader, too, which makes NumPy views for every string; a vocabulary of 262,144 tokens takes it
 ten seconds. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
@@ -16,6 +16,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, dequantize
 
 from aspd_jax.errors import CheckpointError
+from aspd_jax.formats.hf_config import FLAG, ID, SIZE, TEXT, Kind
 from aspd_jax.formats.side_files import check_content
 
 MAGIC = b"GGUF"
@@ -37,6 +38,20 @@ NUMBERS = {
     GGUFValueType.INT64: "<i8",
     GGUFValueType.FLOAT64: "<f8",
 }
+
+TEXTS = Kind("a list of strings", lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v))
+LIST = Kind("a list of numbers", lambda v: isinstance(v, list) and all(isinstance(i, (int, float)) for i in v))
+# Kinds of keys that do not begin with the architecture.
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("split.no", "split.count", "split.tensors.count"), SIZE),
+    **dict.fromkeys(("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre"), TEXT),
+    "tokenizer.chat_template": TEXT,
+    **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_templates"), TEXTS),
+    **dict.fromkeys(("tokenizer.ggml.token_type", "tokenizer.ggml.scores"), LIST),
+    **dict.fromkeys(("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix"), FLAG),
+}
+TOKEN_ID = "_token_id"  # suffix of keys with a token id
+TEMPLATE = "tokenizer.chat_template."  # prefix of keys with a named chat template
 
 
 class GgufTensor(NamedTuple):
@@ -76,21 +91,63 @@ class GgufTensor(NamedTuple):
         return values.reshape(self.shape)
 
 
-class GgufFile(NamedTuple):
-    """Contents of a GGUF file.
+class Metadata:
+    """Values of a GGUF file by key: numbers, bools, strings, and lists of these.
 
-    Attributes:
-        values: values by key: numbers, bools, bytes of strings, and lists of these. A single float32 number is the
-            shortest decimal: 1e-06 instead of 9.999999974752427e-07.
-        tensors: tensors by name.
+    A single float32 number is the shortest decimal: 1e-06 instead of 9.999999974752427e-07.
+
+    Args:
+        path: path of the file, for messages.
+        values: values by key, with strings as bytes.
     """
 
-    values: dict[str, Any]
-    tensors: dict[str, GgufTensor]
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.path = path
+        self._values = values
+        self._read: dict[str, Any] = {}
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys of all values."""
+        return list(self._values)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, or a default.
+
+        Raises:
+            CheckpointError: the value has the wrong kind.
+        """
+        if key not in self._values:
+            return default
+        if key not in self._read:
+            value = self._values[key]
+            try:
+                if isinstance(value, list):
+                    value = [item.decode() if isinstance(item, bytes) else item for item in value]
+                elif isinstance(value, bytes):
+                    value = value.decode()
+            except UnicodeDecodeError as error:
+                raise CheckpointError(f"{self.path}: {key}: expected text in UTF-8, got {error}") from None
+            kind = ID if key.endswith(TOKEN_ID) else TEXT if key.startswith(TEMPLATE) else KINDS.get(key)
+            if kind is not None and not kind.accepts(value):
+                raise CheckpointError(f"{self.path}: {key}: expected {kind.expected}, got {str(value)[:80]}")
+            self._read[key] = value
+        return self._read[key]
+
+    def __getitem__(self, key: str) -> Any:
+        """Return the value of a key.
+
+        Raises:
+            CheckpointError: the key is missing.
+        """
+        value = self.get(key)
+        if value is None:
+            raise CheckpointError(f"{self.path}: expected a GGUF model with {key!r}, got none")
+        return value
 
 
-def open_gguf_file(path: Path) -> GgufFile:
-    """Read the values and tensor descriptions of a GGUF file.
+def open_gguf_file(path: Path) -> tuple[Metadata, dict[str, GgufTensor]]:
+    """Read the metadata of a GGUF file, and its tensor descriptions by name.
 
     Raises:
         CheckpointError: the file is truncated, broken, or in another format.
@@ -121,8 +178,8 @@ class _Reader:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.place = path, data, len(MAGIC)
 
-    def read(self) -> GgufFile:
-        """Return the contents of the file."""
+    def read(self) -> tuple[Metadata, dict[str, GgufTensor]]:
+        """Return the metadata and the tensors of the file."""
         version = self.number(U32)
         if version & 0xFFFF == 0:
             raise CheckpointError(
@@ -148,7 +205,7 @@ class _Reader:
             if name in opened:
                 raise _broken(self.path, f"two tensors {name!r}")
             opened[name] = self.tensor(name, shape, kind, start + offset)
-        return GgufFile(values, opened)
+        return Metadata(self.path, values), opened
 
     def take(self, size: int) -> int:
         """Return the place of the next `size` bytes, and move behind them."""

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from aspd_jax.errors import CheckpointError
-from aspd_jax.formats.gguf_metadata import Metadata
+from aspd_jax.formats.gguf_file import Metadata
 from aspd_jax.formats.tokenizer_files import building
 from aspd_jax.tokens import SPACE
 

@@ -244,6 +244,7 @@ def make_config(config: Mapping[str, Any], source: str) -> Any:
         hf = AutoConfig.for_model(**fields)
     except Exception as error:  # validation raises various types
         raise CheckpointError(f"{source}: {' '.join(str(error).split())}") from None
+    _check_layers(source, config, hf)
     heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
     if kv_heads and heads % kv_heads:
         raise CheckpointError(
@@ -288,12 +289,14 @@ def check_fields(source: str, config: Mapping[str, Any]) -> None:
         if name in known:
             if value is not None and not known[name].accepts(value):
                 raise CheckpointError(f"{source}: {name}: expected {known[name].expected}, got {_shown(value)}")
-        elif not _is_neutral(name, value, family):
-            raise CheckpointError(f"{source}: {_refusal(name, value, family)}")
+        elif refusal := _refusal(name, value, family):
+            raise CheckpointError(f"{source}: {refusal}")
     for name in NEEDED:
         if name in known and name in config and config[name] is None:
             raise CheckpointError(f"{source}: {name}: expected {known[name].expected}, got null")
-    _check_layers(source, config)
+    types, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    if types is not None and layers is not None and len(types) != layers:
+        raise CheckpointError(f"{source}: layer_types: expected {layers} of them (num_hidden_layers), got {len(types)}")
     _check_ropes(source, config)
     for name, value in (config.get("aspd") or {}).items():
         if name not in OWN_FIELDS:
@@ -302,27 +305,22 @@ def check_fields(source: str, config: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{source}: aspd.{name}: expected {RANGES.expected}, got {_shown(value)}")
 
 
-def _is_neutral(name: str, value: Any, family: str) -> bool:
-    """Return whether a field that is not read has no effect."""
+def _refusal(name: str, value: Any, family: str) -> str | None:
+    """Return why a field that is not read is refused; None: it has no effect."""
     if name in NEUTRAL_VALUES or name in QUERY_NORM:
         expected = family in WITH_QUERY_NORM if name in QUERY_NORM else NEUTRAL_VALUES[name]
-        return value is None or ((_is_number(value) or isinstance(value, bool)) and value == expected)
+        if value is None or ((_is_number(value) or isinstance(value, bool)) and value == expected):
+            return None
+        models = f" in {family} models" if name in QUERY_NORM else ""
+        return f"{name}: expected {_shown(expected)}{models}, got {_shown(value)}"
     if name in NEUTRAL or name in NEUTRAL_IN_FAMILY.get(family, ()) or name.endswith(NEUTRAL_ENDINGS):
-        return True
-    return name.startswith("_") or not value  # private to transformers, or null, false, 0 or empty
-
-
-def _refusal(name: str, value: Any, family: str) -> str:
+        return None
+    if name.startswith("_") or not value:  # private to transformers, or null, false, 0 or empty
+        return None
     if name == "quantization_config":
         method = value.get("quant_method") if isinstance(value, Mapping) else value
         return f"{name}: expected none, got quant_method {method!r}. Use a checkpoint in float32 or bfloat16."
-    if name in QUERY_NORM:
-        expected = f"{str(family in WITH_QUERY_NORM).lower()} in {family} models"
-    elif name in NEUTRAL_VALUES:
-        expected = _shown(NEUTRAL_VALUES[name])
-    else:
-        expected = f"a {family} model without it"
-    return f"{name}: expected {expected}, got {_shown(value)}"
+    return f"{name}: expected a {family} model without it, got {_shown(value)}"
 
 
 def _shown(value: Any) -> str:
@@ -332,25 +330,14 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-def _check_layers(source: str, config: Mapping[str, Any]) -> None:
-    """Check that the family supports the kinds of layers."""
-    types, family = config.get("layer_types"), config["model_type"]
-    if types is None:
-        return
-    layers = config.get("num_hidden_layers")
-    if layers is not None and len(types) != layers:
-        raise CheckpointError(f"{source}: layer_types: expected {layers} of them (num_hidden_layers), got {len(types)}")
-    window = config.get("sliding_window")
-    if family in ("qwen2", "qwen3") and not config.get("use_sliding_window"):
-        window = None
-    if family == "gemma3_text" and "sliding_window" not in config:
-        window = True  # the family has a default
-    windowed = "sliding_attention" in types
-    if windowed and (family == "llama" or window is None):
+def _check_layers(source: str, config: Mapping[str, Any], hf: Any) -> None:
+    """Check that the model has the kinds of layers that `layer_types` names."""
+    types, window = config.get("layer_types") or (), getattr(hf, "sliding_window", None)
+    if "sliding_attention" in types and window is None:
         raise CheckpointError(
             f"{source}: layer_types: expected full_attention without a sliding window, got sliding_attention"
         )
-    if family == "mistral" and window is not None and "full_attention" in types:
+    if config["model_type"] == "mistral" and window is not None and "full_attention" in types:
         raise CheckpointError(f"{source}: layer_types: expected sliding_attention in all layers, got full_attention")
 
 
@@ -363,12 +350,18 @@ def _check_ropes(source: str, config: Mapping[str, Any]) -> None:
     """
     nested = config["model_type"] == "gemma3_text"
     scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
-    for name, values in (("rope_scaling", scaling), ("rope_parameters", parameters)):
-        if values:
-            _check_rope(f"{source}: {name}", values, nested and name == "rope_parameters")
-    if nested and parameters and not any(kind in parameters for kind in LAYER_TYPES):
-        expected = f"an object for each of {', '.join(LAYER_TYPES)}"
-        raise CheckpointError(f"{source}: rope_parameters: expected {expected}, got {_shown(parameters)}")
+    if scaling:
+        _check_rope(f"{source}: rope_scaling", scaling)
+    if parameters and nested:
+        where, expected = f"{source}: rope_parameters", f"an object for each of {', '.join(LAYER_TYPES)}"
+        if not any(kind in parameters for kind in LAYER_TYPES):
+            raise CheckpointError(f"{where}: expected {expected}, got {_shown(parameters)}")
+        for kind, inside in parameters.items():
+            if kind not in LAYER_TYPES or not isinstance(inside, (Mapping, type(None))):
+                raise CheckpointError(f"{where}.{kind}: expected {expected}, got {_shown(inside)}")
+            _check_rope(f"{where}.{kind}", inside or {})
+    elif parameters:
+        _check_rope(f"{source}: rope_parameters", parameters)
     if not nested and scaling and parameters and _normal(scaling, config) != _normal(parameters, config):
         raise CheckpointError(
             f"{source}: rope_parameters: expected the values of rope_scaling, got {_shown(parameters)}. "
@@ -382,21 +375,8 @@ def _normal(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
     return {"rope_theta": config.get("rope_theta"), **others, "rope_type": rope_kind(values)}
 
 
-def _check_rope(where: str, values: Mapping[str, Any], nested: bool) -> None:
-    """Check the fields of a rotary embedding.
-
-    Args:
-        where: path of the fields, for messages.
-        values: fields.
-        nested: whether there may be one object for each kind of layers.
-    """
-    if nested and any(kind in values for kind in LAYER_TYPES):
-        for kind, inside in values.items():
-            if kind not in LAYER_TYPES or not isinstance(inside, (Mapping, type(None))):
-                expected = f"an object for each of {', '.join(LAYER_TYPES)}"
-                raise CheckpointError(f"{where}.{kind}: expected {expected}, got {_shown(inside)}")
-            _check_rope(f"{where}.{kind}", inside or {}, nested=False)
-        return
+def _check_rope(where: str, values: Mapping[str, Any]) -> None:
+    """Check the fields of a rotary embedding; `where` is their path, for messages."""
     kind = rope_kind(values)
     if kind not in list(ROPE_FIELDS):
         raise CheckpointError(f"{where}: rope_type: expected one of {', '.join(ROPE_FIELDS)}, got {kind!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,11 +116,7 @@ def list_tensors(file: Path) -> dict[str, Stored]:
 
 def text_part(places: Mapping[str, Stored]) -> tuple[dict[str, Stored], int]:
     """Return the tensors of a model's text part with the names of a text model, and the number of other tensors."""
-    text: dict[str, Stored] = {}
-    for name, stored in places.items():
-        if name.startswith(IMAGE_PART):
-            continue
-        text[text_name(name)] = stored
+    text = {text_name(name): stored for name, stored in places.items() if not name.startswith(IMAGE_PART)}
     return text, len(places) - len(text)
 
 
@@ -140,10 +137,7 @@ def load_stored(stored: Stored) -> np.ndarray:
 
 def read_stored(places: Mapping[str, Stored]) -> Tensors:
     """Yield all tensors with their names, file by file."""
-    files: dict[Path, list[tuple[str, str]]] = {}
-    for name, stored in places.items():
-        files.setdefault(stored.file, []).append((name, stored.name))
-    for file, names in files.items():
+    for file, stored in groupby(places.items(), lambda place: place[1].file):
         with _opened(file) as tensors:
-            for name, inside in names:
+            for name, (_, inside) in stored:
                 yield name, tensors.get_tensor(inside)

@@ -54,13 +54,12 @@ def read_object(file: Path) -> dict[str, Any]:
         CheckpointError: see `read_text`; or the content is not a JSON object.
     """
     expected = "a JSON object"
+    text = read_text(file, expected)
     try:
-        value = json.loads(read_text(file, expected))
+        value = json.loads(text)
     except RecursionError:
         raise CheckpointError(f"{file}: expected {expected}, got JSON that is nested too deeply") from None
     except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{file}: expected {expected}, got invalid JSON ({error})") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: expected {expected}, got {type(value).__name__}")

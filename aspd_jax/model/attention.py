@@ -102,10 +102,20 @@ def chunked(
 ) -> jax.Array:
     """Compute attention of a full pass in chunks of queries, each recomputed in the backward pass; for training.
 
-    Keys and queries are the same tokens in the order of the linearisation, and a chunk reads no key behind its group.
-    Memory grows with C instead of Q x C.
+    Keys and queries are the same tokens in the order of the linearisation. A group of chunks, of at most `GROUPS`,
+    reads only the keys up to its own end, which skips most of the masked scores. The chunks of a group run in a loop,
+    so that the scores of only one chunk per group are in memory, which grows with C instead of Q x C.
     """
-    return by_chunks(partial(reference, siblings=siblings, window=window), query, key, value, view)
+    length = query.shape[1]
+    group = QUERY_CHUNK * ceil(ceil(length / QUERY_CHUNK) / GROUPS)
+    recomputed = jax.checkpoint(partial(reference, siblings=siblings, window=window))
+    out = []
+    for start in range(0, length, group):
+        end = min(start + group, length)
+        group_view = View(_part(view.query, slice(start, end)), _part(view.key, slice(end)))
+        part = query[:, start:end], key[:, :end], value[:, :end], group_view
+        out.append(recomputed(*part) if end - start <= QUERY_CHUNK else _in_chunks(recomputed, *part, QUERY_CHUNK))
+    return jnp.concatenate(out, axis=1)
 
 
 def flash_decode(query: jax.Array, key: jax.Array, value: jax.Array, view: View, window: Window) -> jax.Array:
@@ -130,30 +140,6 @@ DECODE_BACK_ENDS: dict[str, DecodeAttention] = {
     "decode": decode,
     "flash_decode": flash_decode,
 }
-
-
-def by_chunks(
-    attention: Callable[[jax.Array, jax.Array, jax.Array, View], jax.Array],
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    view: View,
-) -> jax.Array:
-    """Apply `attention` to a full pass, `QUERY_CHUNK` queries at a time, in at most `GROUPS` groups.
-
-    A group reads only the keys up to its own end, which skips most of the masked scores. The chunks of a group run in a
-    loop, so that the scores of only one chunk per group are in memory.
-    """
-    length = query.shape[1]
-    group = QUERY_CHUNK * ceil(ceil(length / QUERY_CHUNK) / GROUPS)
-    recomputed = jax.checkpoint(attention)
-    out = []
-    for start in range(0, length, group):
-        end = min(start + group, length)
-        group_view = View(_part(view.query, slice(start, end)), _part(view.key, slice(end)))
-        part = query[:, start:end], key[:, :end], value[:, :end], group_view
-        out.append(recomputed(*part) if end - start <= QUERY_CHUNK else _in_chunks(recomputed, *part, QUERY_CHUNK))
-    return jnp.concatenate(out, axis=1)
 
 
 def _in_chunks(

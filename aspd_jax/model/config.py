@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import log
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from aspd_jax.errors import CheckpointError, ConfigError
+from aspd_jax.errors import ConfigError
 from aspd_jax.layout import PositionScheme, Siblings, Titles, check_choice
 from aspd_jax.model.attention import DECODE_BACK_ENDS, FULL_PASS_BACK_ENDS
 
@@ -19,6 +19,13 @@ FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+}
+# Fields of a rotary embedding, and their names in `RopeConfig`, which has the defaults.
+ROPE_NUMBERS = {
+    "low_freq_factor": "low_frequency",
+    "high_freq_factor": "high_frequency",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
 }
 OWN_FIELDS = ("positions", "siblings", "titles", "unused_tokens")  # fields of the object `aspd` in config.json
 VOCABULARY_MULTIPLE = 1024  # divisible by a tensor axis of 8 devices with 128 lanes each
@@ -77,8 +84,7 @@ class ModelConfig:
         feed_forward_bias: bias on the projections of the feed-forward layers.
         query_norm: RMS norm on each head of queries and keys (Qwen3).
         tied: whether the head uses the kernel of the embedding.
-        window: sliding window in positions, or None.
-        windowed_layers: one flag per layer, true if the layer uses the window.
+        windows: sliding window of each layer in positions; None: the layer has none. Empty: no layer has one.
         positions, siblings: position scheme and mask (protocol, sections 3 and 4).
         titles: form of the titles (protocol, section 2).
         dtype: dtype of activations and parameters: `float32` or `bfloat16`. Norms, softmax and logits are float32.
@@ -117,8 +123,7 @@ class ModelConfig:
     feed_forward_bias: bool = False
     query_norm: bool = False
     tied: bool = False
-    window: int | None = None
-    windowed_layers: tuple[bool, ...] = ()
+    windows: tuple[int | None, ...] = ()
     positions: PositionScheme = "sequential"
     siblings: Siblings = "invisible"
     titles: Titles = "names"
@@ -161,11 +166,7 @@ class ModelConfig:
 
     def layer_window(self, layer: int) -> int | None:
         """Return the sliding window of one layer in positions, or None."""
-        return self.window if self.is_windowed(layer) else None
-
-    def is_windowed(self, layer: int) -> bool:
-        """Return whether a layer uses the sliding window."""
-        return bool(self.windowed_layers) and self.windowed_layers[layer]
+        return self.windows[layer] if self.windows else None
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -174,7 +175,7 @@ class ModelConfig:
 
     def layer_rope(self, layer: int) -> int:
         """Return the index in `ropes` of the rotary embedding of one layer."""
-        return int(self.window_rope is not None and self.is_windowed(layer))
+        return int(self.window_rope is not None and self.layer_window(layer) is not None)
 
 
 def padded(config: ModelConfig) -> ModelConfig:
@@ -191,26 +192,19 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
     Args:
         hf: a `transformers` configuration object of fields that `formats.hf_config.check_fields` accepts.
         dtype: `float32` or `bfloat16`.
-
-    Raises:
-        CheckpointError: the dtype is not supported.
     """
     family = hf.model_type
     gemma = family == "gemma3_text"
-    if dtype not in ("float32", "bfloat16"):
-        raise CheckpointError(f"dtype: expected float32, bfloat16 or auto, got {dtype!r}")
     own = dict(getattr(hf, "aspd", None) or {})
     own["unused_tokens"] = tuple((first, end) for first, end in own.get("unused_tokens", ()))
     attention_bias = family in ("llama", "qwen3", "gemma3_text") and bool(getattr(hf, "attention_bias", False))
     layers = hf.num_hidden_layers
-    window = getattr(hf, "sliding_window", None)
+    window = None if family == "llama" else getattr(hf, "sliding_window", None)
     types = getattr(hf, "layer_types", None)
-    if family == "llama" or window is None:
-        window, windowed = None, ()
-    elif types is not None and family != "mistral":  # Mistral uses the window in all layers
-        windowed = tuple(kind == "sliding_attention" for kind in types)
+    if types is None or family == "mistral":  # Mistral uses the window in all layers
+        windows = (window,) * layers
     else:
-        windowed = (True,) * layers
+        windows = tuple(window if kind == "sliding_attention" else None for kind in types)
     return ModelConfig(
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
@@ -232,8 +226,7 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
         feed_forward_bias=family == "llama" and bool(getattr(hf, "mlp_bias", False)),
         query_norm=gemma or family == "qwen3",
         tied=bool(hf.tie_word_embeddings),
-        window=window if any(windowed) else None,
-        windowed_layers=windowed if any(windowed) else (),
+        windows=() if set(windows) == {None} else windows,
         **own,
         dtype=dtype,
     )
@@ -242,31 +235,19 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
 def _rope(hf: Any, layers: str) -> RopeConfig:
     """Read the rotary embedding of one kind of layers (`full_attention` or `sliding_attention`)."""
     values = hf.rope_parameters.get(layers, hf.rope_parameters)
-    theta, kind = float(values.get("rope_theta") or 10000.0), rope_kind(values)
-    length = int(values.get("original_max_position_embeddings") or hf.max_position_embeddings)
+    theta, kind = float(values.get("rope_theta") or 10000.0), cast(RopeScaling, rope_kind(values))
     if kind == "default":
         return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, scaling="linear", factor=float(values["factor"]))
-    if kind == "llama3":
-        return RopeConfig(
-            theta=theta,
-            scaling="llama3",
-            factor=float(values["factor"]),
-            original_length=length,
-            low_frequency=float(values["low_freq_factor"]),
-            high_frequency=float(values["high_freq_factor"]),
-        )
+    length = int(values.get("original_max_position_embeddings") or hf.max_position_embeddings)
     factor = float(values.get("factor") or hf.max_position_embeddings / length)
     return RopeConfig(
         theta=theta,
-        scaling="yarn",
+        scaling=kind,
         factor=factor,
         original_length=length,
-        beta_fast=float(values.get("beta_fast") or 32),
-        beta_slow=float(values.get("beta_slow") or 1),
         truncate=bool(values.get("truncate", True)),
-        attention_factor=_yarn_attention_factor(values, factor),
+        attention_factor=_yarn_attention_factor(values, factor) if kind == "yarn" else 1.0,
+        **{name: float(values[key]) for key, name in ROPE_NUMBERS.items() if values.get(key)},
     )
 
 

@@ -89,10 +89,6 @@ class Tensor(NamedTuple):
             return (prod(shape) // inputs, inputs)
         return (prod(shape),) if self.path[-1] == "bias" else shape
 
-    def read(self, tensor: np.ndarray, whole: tuple[int, ...]) -> np.ndarray:
-        """Convert a Hugging Face tensor to its part of a parameter of shape `whole`."""
-        return tensor.reshape(self.shape(whole))
-
     def cut(self, whole: np.ndarray) -> np.ndarray:
         """Select the part from a whole parameter; the size of the last axis of a kernel may differ."""
         if self.part is None:
@@ -194,7 +190,7 @@ def load_parameters(
                 rows = array[list(model.config.new_tokens)].astype(leaves[rows_path].dtype)
                 loaded[rows_path] = _place(np.broadcast_to(rows, leaves[rows_path].shape), places[rows_path])
         missing.discard(name)
-        parts.setdefault(path, {})[tensor.part.start if tensor.part else 0] = tensor.read(array, shape)
+        parts.setdefault(path, {})[tensor.part.start if tensor.part else 0] = array.reshape(tensor.shape(shape))
         if len(parts[path]) < awaited[path]:
             continue
         in_order = [part for _, part in sorted(parts.pop(path).items())]

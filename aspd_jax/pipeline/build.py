@@ -6,23 +6,26 @@ are written when all have ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
+from functools import lru_cache
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from aspd_jax import __version__
+from aspd_jax.blocks.measures import Count, estimate_tokens
+from aspd_jax.errors import ConfigError
 from aspd_jax.files import exclusive, writing
 from aspd_jax.journal import append, open_journal, resume
-from aspd_jax.pipeline.data_config import DataConfig
+from aspd_jax.pipeline.data_config import DataConfig, SelectSection
 from aspd_jax.pipeline.data_report import Report
 from aspd_jax.pipeline.entries import Entry, entry_of
-from aspd_jax.pipeline.sets import Survey, write
-from aspd_jax.pipeline.work import Work
+from aspd_jax.pipeline.sets import write
 from aspd_jax.progress import Bar, waiting
+from aspd_jax.sources import read_records
 
+COUNTS = 1 << 10  # texts whose number of tokens is kept
 CHUNK = 256  # records that the journal makes durable at once; a killed run repeats fewer than these
 
 
@@ -42,44 +45,48 @@ def build(config: DataConfig, source: str, output: Path, progress: bool = True) 
         AspdError: the source cannot be read, a setting is not valid, or the journal belongs to a run with other
             settings or another source.
     """
-    work = Work(config, source)
+    select = config.select
+    count = _counter(select.tokenizer)
     journal = output / "entries.journal"
     with writing(output), exclusive(journal):  # other processes with this journal wait
         with waiting(f"reading {source}", progress):
-            total, settings = _read_source(work)
-        survey = _process(work, journal, settings, total, progress)
-        report = write(work, output, survey, _entries(journal, settings))
+            total, settings = _read_source(select, source)
+        done = sum(1 for _ in resume(journal, settings))
+        records = islice(read_records(source), done, None)
+        bar = Bar(total=total, initial=done, desc="records", unit="record", disable=not progress)
+        with open_journal(journal, settings) as log, bar:
+            while entries := [entry_of(select, count, record) for record in islice(records, CHUNK)]:
+                append(log, *entries)
+                bar.update(len(entries))
+        report = write(select, source, output, lambda: map(Entry.from_json, resume(journal, settings)))
         journal.unlink()
     return report
 
 
-def _read_source(work: Work) -> tuple[int, dict[str, Any]]:
+def _read_source(select: SelectSection, source: str) -> tuple[int, dict[str, Any]]:
     """Return the number of records, and what their entries depend on: the records, all settings and the version."""
     total, content = 0, sha256()
-    for record in work.records():
+    for record in read_records(source):
         content.update(repr(record).encode())
         total += 1
-    settings = {f"select.{name}": value for name, value in asdict(work.config.select).items()}
+    settings = {f"select.{name}": value for name, value in asdict(select).items()}
     return total, settings | {"source": content.hexdigest(), "version": __version__}
 
 
-def _process(work: Work, journal: Path, settings: dict[str, Any], total: int, progress: bool) -> Survey:
-    """Append the entries of all records that a journal does not hold yet."""
-    survey, done = Survey(), 0
-    for entry in _entries(journal, settings):
-        survey.add(entry)
-        done += 1
-    records = islice(work.records(), done, None)
-    bar = Bar(total=total, initial=done, desc="records", unit="record", disable=not progress)
-    with open_journal(journal, settings) as log, bar:
-        while entries := [entry_of(work, record) for record in islice(records, CHUNK)]:
-            append(log, *entries)
-            for entry in entries:
-                survey.add(entry)
-            bar.update(len(entries))
-    return survey
+def _counter(folder: str) -> Count:
+    """Return a function that counts tokens: with the tokenizer of a checkpoint, or by an estimate without a folder.
 
+    Checks and measures count the same pieces of an answer, so the latest counts are kept.
 
-def _entries(journal: Path, settings: dict[str, Any]) -> Iterator[Entry]:
-    """Return the entries of a journal."""
-    return map(Entry.from_json, resume(journal, settings))
+    Raises:
+        ConfigError: the checkpoint has no tokenizer.
+    """
+    if not folder:
+        return lru_cache(COUNTS)(estimate_tokens)
+    from aspd_jax.formats import open_tokenizer
+
+    try:
+        tokenizer = open_tokenizer(folder)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"{folder}: expected a tokenizer that transformers can read, got: {error}") from None
+    return lru_cache(COUNTS)(lambda text: len(tokenizer.encode(text, add_special_tokens=False)))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from aspd_jax.configuration import at_least
+from aspd_jax.configuration import Check, Natural, NonNegative, Section
 
 
 @dataclass(frozen=True)
-class SelectSection:
+class SelectSection(Section, prefix="select."):
     """Selection of the blocks and records that become parallel.
 
     Attributes:
@@ -28,21 +29,14 @@ class SelectSection:
     """
 
     tokenizer: str = ""
-    min_tokens: int = 128
-    max_branches: int = 32
+    min_tokens: Natural = 128
+    max_branches: Annotated[int, Check("at least 2", lambda value: value >= 2)] = 32
     min_saved: int = 1
-    max_repetition: float = 1.0
+    max_repetition: NonNegative = 1.0
     as_asked: bool = False
-    per_question: int = 0
+    per_question: Natural = 0
     serial_kinds: tuple[str, ...] = ()
-    serial_ratio: float = 0.0
-
-    def __post_init__(self) -> None:
-        at_least("select.min_tokens", self.min_tokens, 0)
-        at_least("select.max_branches", self.max_branches, 2)
-        at_least("select.per_question", self.per_question, 0)
-        at_least("select.serial_ratio", self.serial_ratio, 0)
-        at_least("select.max_repetition", self.max_repetition, 0)
+    serial_ratio: NonNegative = 0.0
 
 
 @dataclass(frozen=True)

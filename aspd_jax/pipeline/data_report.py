@@ -73,8 +73,22 @@ class Report:
                 self.reasons[rejection["reason"].split(":")[0]] += 1
 
     def statistics(self) -> dict[str, Any]:
-        """Return PPD, DP, ABN, PE and ideal speed-up of the answers (protocol, section 7)."""
-        return statistics(self.answers)
+        """Return PPD, DP, ABN, PE and ideal speed-up (protocol, section 7); those of blocks: of answers with one."""
+        forked = [m for m in self.answers if m.blocks]
+        speedups = [m.ideal_speedup for m in forked]
+        whole, blocks = _total(self.answers), _total(forked)
+        return {
+            "answers": len(self.answers),
+            "with_block": len(forked),
+            "PPD": len(forked) / max(1, len(self.answers)),
+            "DP": whole.parallelism,
+            "DP_with_block": blocks.parallelism,
+            "ABN": blocks.mean_branches,
+            "PE": blocks.efficiency,
+            "ideal_speedup": float(np.mean(speedups)) if speedups else 1.0,
+            "ideal_speedup_quantiles": [float(v) for v in np.quantile(speedups, QUANTILES)] if speedups else [],
+            "ideal_speedup_all": whole.ideal_speedup,
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, for JSON."""
@@ -113,28 +127,12 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-def statistics(answers: Sequence[Measures]) -> dict[str, Any]:
-    """Return PPD, DP, ABN, PE and ideal speed-up; those of blocks are over answers with a block."""
-    forked = [m for m in answers if m.blocks]
-    tokens = sum(m.tokens for m in answers)
-    in_branches = sum(m.branch_tokens for m in answers)
-    speedups = [m.ideal_speedup for m in forked]
-    return {
-        "answers": len(answers),
-        "with_block": len(forked),
-        "PPD": len(forked) / max(1, len(answers)),
-        "DP": in_branches / max(1, tokens),
-        "DP_with_block": in_branches / max(1, sum(m.tokens for m in forked)),
-        "ABN": sum(m.branches for m in forked) / max(1, sum(m.blocks for m in forked)),
-        "PE": (in_branches - sum(m.title_tokens for m in forked)) / max(1, in_branches),
-        "ideal_speedup": float(np.mean(speedups)) if speedups else 1.0,
-        "ideal_speedup_quantiles": [float(v) for v in np.quantile(speedups, QUANTILES)] if speedups else [],
-        "ideal_speedup_all": tokens / max(1, sum(m.critical_path for m in answers)),
-    }
+def _total(answers: Sequence[Measures]) -> Measures:
+    return Measures(*map(sum, zip(*answers, strict=True))) if answers else Measures(0)
 
 
 def _statistics_table(found: dict[str, Any]) -> list[str]:
-    """Return the lines of a Markdown table of `statistics`."""
+    """Return the lines of a Markdown table of `Report.statistics`."""
     quantiles = ", ".join(f"{v:.2f}x" for v in found["ideal_speedup_quantiles"]) or "none"
     return [
         "| statistics of the answers in the sets | |",

@@ -1,7 +1,8 @@
-"""Entries: the lines of the sets and the figures of the report that one record contributes.
+"""Entries: the lines of the sets and the figures of the report that one record contributes (protocol, section 7).
 
-An entry depends on the configuration and on its record only. Decisions that depend on
-other records are in `sets`.
+The form of an answer proposes candidates; the checks leave those of their blocks that may be taught, and the best
+candidate is selected. An entry depends on the configuration and on its record only. Decisions that depend on other
+records are in `sets`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,29 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from aspd_jax.blocks.checks import asked_for
-from aspd_jax.blocks.measures import Measures, best, measure
-from aspd_jax.blocks.spans import BlockSpan, structure_of
-from aspd_jax.pipeline.rule_stages import check, propose_by_rules
-from aspd_jax.pipeline.work import Answer, Work, answers_of
+from aspd_jax.blocks.checks import asked_for, find_defects, find_dependence, repetition
+from aspd_jax.blocks.extract import propose
+from aspd_jax.blocks.measures import Count, Measures, best, measure, saved
+from aspd_jax.blocks.regions import regions_of
+from aspd_jax.blocks.spans import BlockSpan, structure_of, with_leads
+from aspd_jax.errors import StructureError
+from aspd_jax.pipeline.data_config import SelectSection
 from aspd_jax.sources import Conversation, Unreadable
 from aspd_jax.structure import to_json
+
+
+class Answer(NamedTuple):
+    """An answer to process.
+
+    Attributes:
+        place: index of its message.
+        messages: the messages before it.
+        text: text of the answer.
+    """
+
+    place: int
+    messages: tuple[str, ...]
+    text: str
 
 
 class Selection(NamedTuple):
@@ -81,20 +98,32 @@ class Entry(NamedTuple):
         return cls(*fields)._replace(selections=chosen)
 
 
-def entry_of(work: Work, record: Conversation | Unreadable) -> Entry:
-    """Return the entry of a record."""
+def entry_of(select: SelectSection, count: Count, record: Conversation | Unreadable) -> Entry:
+    """Return the entry of a record.
+
+    Args:
+        select: configuration.
+        count: function that counts the tokens of a text.
+        record: the record.
+    """
     base: dict[str, Any] = {"id": record.id, "line": record.number}
     if isinstance(record, Unreadable):
         return Entry(base, "read", record.reason)
-    if repetitive := work.repetitive(record):
-        return Entry(base, "record", repetitive)
-    answers = list(answers_of(record))
-    proposals = [propose_by_rules(work, answer) for _, answer in answers]
-    for (_, answer), proposed in zip(answers, proposals, strict=True):
-        if unfit := _unfit(work, answer, proposed.candidates):
-            return Entry(base, "record", unfit)
-    selections = [_select(work, answer, *proposed) for (_, answer), proposed in zip(answers, proposals, strict=True)]
-    return _entry(work, record, base, answers, selections)
+    texts = [content for _, content in record.messages]
+    answers = [Answer(place, tuple(texts[:place]), texts[place]) for place in record.answers]
+    for answer in answers if select.max_repetition < 1 else ():
+        if (repeated := repetition(answer.text)) > select.max_repetition:
+            allowed = f"at most {select.max_repetition:.0%} may"
+            return Entry(base, "record", f"{repeated:.0%} of its words repeat what it said before, {allowed}")
+    proposals = [propose_by_rules(select, count, answer.text) for answer in answers]
+    for answer, (candidates, _) in zip(answers, proposals, strict=True):
+        sizes = {len(block.branches) for candidate in candidates for block in candidate}
+        asked = asked_for(answer.messages) if select.as_asked else None
+        if asked and sizes and asked not in sizes:
+            found = ", ".join(map(str, sorted(sizes)))
+            return Entry(base, "record", f"its question asks for {asked}, and its blocks have {found}")
+    pairs = zip(answers, proposals, strict=True)
+    return _entry(select, record, base, answers, [_select(select, count, answer, *found) for answer, found in pairs])
 
 
 def line(value: dict[str, Any]) -> str:
@@ -102,53 +131,92 @@ def line(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False) + "\n"
 
 
-def _unfit(work: Work, answer: Answer, candidates: Sequence[tuple[BlockSpan, ...]]) -> str | None:
-    """Return the reason why the record of an answer belongs to neither set, whatever its structure, or None."""
-    if work.config.select.as_asked and (asked := asked_for(answer.messages)):
-        sizes = {len(block.branches) for candidate in candidates for block in candidate}
-        if sizes and asked not in sizes:
-            return f"its question asks for {asked}, and its blocks have {', '.join(map(str, sorted(sizes)))}"
+def propose_by_rules(
+    select: SelectSection, count: Count, text: str
+) -> tuple[list[tuple[BlockSpan, ...]], list[dict[str, str]]]:
+    """Return the candidates for the blocks of an answer that its form proposes; none for an empty answer.
+
+    Returns:
+        Well-formed candidates, whose plain text is the answer, each the blocks in order, with leads; and the rejected
+        ones, with `stage` and `reason`.
+    """
+    kept: list[tuple[BlockSpan, ...]] = []
+    if not text.strip():
+        return kept, []
+    if (tokens := count(text)) < select.min_tokens:
+        reason = f"{tokens} tokens, fewer than select.min_tokens ({select.min_tokens})"
+        return kept, [{"stage": "short", "reason": reason}]
+    rejected: list[dict[str, str]] = []
+    for proposed in propose(text):
+        try:
+            for block in proposed:
+                if any(block.start < end and start < block.end for start, end in regions_of(text).tags):
+                    raise StructureError("a block reaches from one region into another, such as from a thought")
+            blocks = tuple(with_leads(text, block) for block in proposed)
+            structure_of(text, blocks)  # raises if they are not the whole answer, in order
+        except StructureError as error:
+            rejected.append({"stage": "integrity", "reason": str(error)})
+            continue
+        kept.append(blocks)
+    return kept, rejected
+
+
+def check(select: SelectSection, count: Count, answer: Answer, block: BlockSpan) -> dict[str, str] | None:
+    """Return the stage at which a block fails and the reason, or None: number of branches, saved steps and rules."""
+    if len(block.branches) > select.max_branches:
+        reason = f"{len(block.branches)} branches, select.max_branches is {select.max_branches}"
+        return {"stage": "select", "reason": reason}
+    gain = saved(answer.text, block, count)
+    if gain < select.min_saved:
+        return {"stage": "select", "reason": f"it saves {gain} steps, select.min_saved is {select.min_saved}"}
+    if why := find_dependence(answer.messages, answer.text, block):
+        return {"stage": "check", "reason": why}
+    if why := next(find_defects(answer.text, block), None):
+        return {"stage": "defect", "reason": why}
     return None
 
 
 def _select(
-    work: Work, answer: Answer, candidates: Sequence[tuple[BlockSpan, ...]], refused: Sequence[dict[str, Any]]
+    select: SelectSection,
+    count: Count,
+    answer: Answer,
+    candidates: Sequence[tuple[BlockSpan, ...]],
+    refused: Sequence[dict[str, Any]],
 ) -> Selection:
     rejected = list(refused)
     surviving: list[tuple[BlockSpan, ...]] = []
     for candidate in candidates:
-        both = [(block, check(work, answer, block)) for block in candidate]
+        both = [(block, check(select, count, answer, block)) for block in candidate]
         surviving.append(tuple(block for block, failure in both if failure is None))
         for block, failure in both:
             if failure is not None:
                 titles = [branch.title for branch in block.branches]
                 rejected.append(failure | {"start": block.start, "end": block.end, "titles": titles})
-    measures = [measure(answer.text, blocks, work.count) for blocks in surviving]
+    measures = [measure(answer.text, blocks, count) for blocks in surviving]
     chosen = best(measures)
     return Selection(
         () if chosen is None else surviving[chosen],
-        measure(answer.text, (), work.count) if chosen is None else measures[chosen],
+        measure(answer.text, (), count) if chosen is None else measures[chosen],
         sum(map(len, candidates)),
         rejected,
     )
 
 
 def _entry(
-    work: Work,
+    select: SelectSection,
     record: Conversation,
     base: dict[str, Any],
-    answers: Sequence[tuple[int, Answer]],
+    answers: Sequence[Answer],
     selections: Sequence[Selection],
 ) -> Entry:
-    select = work.config.select
     rejected = []
     if record.unanswered:
         rejected.append({"message": len(record.messages), "stage": "read", "reason": "no answer follows"})
     plain: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in record.messages]
     structured, details = list(plain), []
-    for (place, answer), chosen in zip(answers, selections, strict=True):
+    for (place, _, text), chosen in zip(answers, selections, strict=True):
         rejected += [{"message": place} | rejection for rejection in chosen.rejected]
-        structured[place] = {"role": "assistant", "structure": to_json(structure_of(answer.text, chosen.blocks))}
+        structured[place] = {"role": "assistant", "structure": to_json(structure_of(text, chosen.blocks))}
         speedup = {"ideal_speedup": round(chosen.measures.ideal_speedup, 3)}
         measures = chosen.measures._asdict() | speedup
         details.append({"message": place, "measures": measures, "rejected": chosen.rejected})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,49 +13,16 @@ from aspd_jax.files import replacing, write_whole
 from aspd_jax.pipeline.data_config import SelectSection
 from aspd_jax.pipeline.data_report import Report
 from aspd_jax.pipeline.entries import Entry, line
-from aspd_jax.pipeline.work import Work
 
 
-class Survey:
-    """Comparison of the records that may be in the sets; its memory is the only one that grows with their number."""
-
-    def __init__(self) -> None:
-        self._groups: dict[str, list[tuple[int, Measures]]] = defaultdict(list)
-        self._forked: dict[int, bool] = {}  # by number of a record that may be kept: whether it has a block
-
-    def add(self, entry: Entry) -> None:
-        """Add a record, unless it is in neither set."""
-        if entry.refused:
-            return
-        if entry.forked or entry.serial:
-            self._forked[entry.number] = entry.forked
-            self._groups[entry.question].append((entry.number, entry.selections[-1].measures))
-
-    def others(self, count: int) -> set[int]:
-        """Return the numbers of records for whose question `count` other records are preferred; 0: none.
-
-        Records with the best blocks are preferred; of those without a block, the first.
-        """
-        others: set[int] = set()
-        for samples in self._groups.values() if count else ():
-            order = ranked([measures for _, measures in samples])
-            others |= {samples[place][0] for place in order[count:]}
-        return others
-
-    def share(self, others: set[int], ratio: float) -> float:
-        """Return the share of records without a block that `select.serial_ratio` keeps."""
-        kinds = Counter(forked for number, forked in self._forked.items() if number not in others)
-        return ratio * kinds[True] / max(1, kinds[False]) if ratio else 1.0
-
-
-def write(work: Work, output: Path, survey: Survey, entries: Iterable[Entry]) -> Report:
+def write(select: SelectSection, source: str, output: Path, entries: Callable[[], Iterable[Entry]]) -> Report:
     """Write the sets, the rejected records and blocks, and the report, each file atomically.
 
     Args:
-        work: configuration and source.
+        select: configuration.
+        source: path or name of the records, for messages.
         output: folder of the files.
-        survey: comparison of the records of all entries.
-        entries: entries in the order of the source.
+        entries: function that returns the entries in the order of the source.
 
     Every record is in both sets, or has one line without `message` in `rejected.jsonl`.
 
@@ -63,13 +30,11 @@ def write(work: Work, output: Path, survey: Survey, entries: Iterable[Entry]) ->
         The report of the run.
     """
     report = Report()
-    select = work.config.select
-    others = survey.others(select.per_question)
-    share = survey.share(others, select.serial_ratio)
+    others, share = _compared(select, entries())
     files = {name: output / f"{name}.jsonl" for name in ("structured", "plain", "rejected")}
     with ExitStack() as stack:
         handles = {name: stack.enter_context(replacing(file)) for name, file in files.items()}
-        for entry in entries:
+        for entry in entries():
             handles["rejected"].write(entry.rejected)
             for of in entry.selections:
                 report.add(of.rejected, of.proposed)
@@ -78,7 +43,7 @@ def write(work: Work, output: Path, survey: Survey, entries: Iterable[Entry]) ->
             if stage:
                 handles["rejected"].write(line(entry.base | {"stage": stage, "reason": reason}))
                 if stage == "read":
-                    report.unreadable.append(f"{work.source}, line {entry.number}: {reason}")
+                    report.unreadable.append(f"{source}, line {entry.number}: {reason}")
             else:
                 handles["plain"].write(entry.plain)
                 handles["structured"].write(entry.structured)
@@ -86,6 +51,29 @@ def write(work: Work, output: Path, survey: Survey, entries: Iterable[Entry]) ->
     for suffix, text in ((".json", json.dumps(report.as_dict(), indent=1)), (".md", report.markdown())):
         write_whole(output / f"report{suffix}", text)
     return report
+
+
+def _compared(select: SelectSection, entries: Iterable[Entry]) -> tuple[set[int], float]:
+    """Compare the records that may be in the sets.
+
+    Of the answers to a question, those with the best blocks are preferred; of those without a block, the first.
+
+    Returns:
+        The numbers of the records for whose question `select.per_question` others are preferred, and the share of
+        records without a block that `select.serial_ratio` keeps.
+    """
+    groups: dict[str, list[tuple[int, Measures]]] = defaultdict(list)
+    forked: dict[int, bool] = {}
+    for entry in entries:
+        if entry.forked or entry.serial:
+            forked[entry.number] = entry.forked
+            groups[entry.question].append((entry.number, entry.selections[-1].measures))
+    others: set[int] = set()
+    for samples in groups.values() if select.per_question else ():
+        order = ranked([measures for _, measures in samples])
+        others |= {samples[place][0] for place in order[select.per_question :]}
+    kinds = Counter(has_block for number, has_block in forked.items() if number not in others)
+    return others, select.serial_ratio * kinds[True] / max(1, kinds[False]) if select.serial_ratio else 1.0
 
 
 def _left_out(entry: Entry, select: SelectSection, others: set[int], share: float) -> tuple[str, str]:

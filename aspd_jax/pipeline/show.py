@@ -13,7 +13,7 @@ from rich.text import Text
 
 from aspd_jax.jsonl import read_lines
 from aspd_jax.pictures import answer_html, page, rendered
-from aspd_jax.sources import Unreadable, conversation
+from aspd_jax.sources import Unreadable, record_of
 
 
 def read_structured(file: Path, left_out: list[str]) -> Iterator[dict[str, Any]]:
@@ -24,34 +24,34 @@ def read_structured(file: Path, left_out: list[str]) -> Iterator[dict[str, Any]]
         left_out: list to which file, line and reason of each unreadable line are appended.
 
     Yields:
-        The fields of each record, with `messages` of `role` and `content`, and `answers`, pairs of place and structure.
+        The fields of each record. Its `messages` have `role` and `content`; those that are answers have their
+        `structure`, and a `detail` with the `measures` and the `rejected` of the pipeline, if the file has them.
 
     Raises:
         DataError: the file cannot be read.
     """
-    for number, value, reason in read_lines(file):
-        found = Unreadable(number, "", reason) if reason else conversation(value, number)
+    for line in read_lines(file):
+        found = record_of(line)
         if isinstance(found, Unreadable):
-            left_out.append(f"{file}, line {number}: {found.reason}")
+            left_out.append(f"{file}, line {found.number}: {found.reason}")
             continue
-        messages = [{"role": role, "content": content} for role, content in found.messages]
-        answers = [(place, found.structure(place)) for place in found.answers]
-        details = value.get("pipeline")
-        if not (isinstance(details, list) and all(isinstance(of, dict) and "message" in of for of in details)):
-            details = []
-        yield value | {"messages": messages, "answers": answers, "pipeline": details}
+        messages: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in found.messages]
+        listed = line.value.get("pipeline")
+        known = isinstance(listed, list) and all(isinstance(of, dict) and "message" in of for of in listed)
+        details = {detail["message"]: detail for detail in listed} if known else {}
+        for place in found.answers:
+            messages[place] |= {"structure": found.structure(place), "detail": details.get(place, {})}
+        yield line.value | {"messages": messages}
 
 
 def show(record: dict[str, Any], console: Console) -> None:
     """Print a record: questions, answers with coloured branches, and rejected blocks with their reasons."""
-    answers = dict(record["answers"])
-    details = {detail["message"]: detail for detail in record.get("pipeline", [])}
-    for place, message in enumerate(record["messages"]):
-        if place not in answers:
+    for message in record["messages"]:
+        if "structure" not in message:
             console.print(Panel(Text(message["content"]), title=message["role"], title_align="left"))
             continue
-        console.print(rendered(answers[place]))
-        for line in _notes(details.get(place, {})):
+        console.print(rendered(message["structure"]))
+        for line in _notes(message["detail"]):
             console.print(Text(line, style="dim"))
 
 
@@ -72,17 +72,14 @@ def records_page(records: Sequence[dict[str, Any]], title: str) -> str:
 
 
 def _article(record: dict[str, Any]) -> str:
-    answers = dict(record["answers"])
-    details = {detail["message"]: detail for detail in record.get("pipeline", [])}
     parts = [f"<h2>{escape(str(record.get('id', '')))}</h2>"]
-    for place, message in enumerate(record["messages"]):
-        if place not in answers:
+    for message in record["messages"]:
+        if "structure" not in message:
             parts.append(f'<div class="question"><pre>{escape(message["content"])}</pre></div>')
             continue
-        parts.append(answer_html(answers[place]))
-        detail = details.get(place, {})
-        notes = list(_notes(detail))
-        if detail.get("measures"):
+        parts.append(answer_html(message["structure"]))
+        notes = list(_notes(message["detail"]))
+        if message["detail"].get("measures"):
             parts.append(f'<p class="note">{escape(notes.pop(0))}</p>')
         if notes:
             reasons = escape("\n".join(notes), quote=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, beginning, plain_text
+from aspd_jax.structure import Structure, beginning, plain_text
 from aspd_jax.tokens import BlockIds, Codec, ItemIds, SerialIds, join, split
 from infer.answers.filled import Filled
 from infer.answers.stop import first_match
@@ -424,20 +424,6 @@ def segments(items: Sequence[ItemIds]) -> Iterator[SerialIds]:
             yield from item.texts
 
 
-def _structure(items: Sequence[ItemIds], codec: Codec) -> Structure:
-    decode = codec.text.decode
-    structure: list[Item] = []
-    for item in items:
-        if isinstance(item, SerialIds):
-            structure.append(Serial(codec.text.text_of(item)))
-        else:
-            branches = zip(item.titles, item.texts, strict=True)
-            structure.append(
-                Parallel(Branch(decode(t) or codec.text.spell(t), codec.text.text_of(text)) for t, text in branches)
-            )
-    return tuple(structure)
-
-
 def _tokens_until(items: Sequence[ItemIds], codec: Codec, end: int) -> int:
     """Return the tokens of the plain text up to the one that completes its first `end` characters."""
     count = 0
@@ -467,7 +453,7 @@ def make_result(
 ) -> Result:
     """Return an answer as the user gets it; without a tokenizer, texts are empty."""
     items, token_ids, filled = output.items, output.token_ids(config), output.template
-    structure = filled.structure if filled is not None else () if codec is None else _structure(items, codec)
+    structure = filled.structure if filled is not None else () if codec is None else codec.structure(items)
     reason = {RUNNING: None, STOP: "length" if output.cut else "stop", LENGTH: "length"}[output.finish]
     match = first_match(plain_text(structure), request.params.stop)
     if match is not None:

@@ -218,7 +218,7 @@ class EventReader:
         return segment
 
     def _title(self, ids: list[int]) -> str:
-        return "" if self._codec is None else self._codec.text.decode(ids) or self._codec.text.spell(ids)
+        return "" if self._codec is None else self._codec.text.shown(ids)
 
 
 class FilledReader:

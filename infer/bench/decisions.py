@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
+from aspd_jax.tables import markdown_table
 from infer.decisions import Option, Question
 from infer.engine import Engine
 from infer.request import PromptTooLong, Request, SamplingParams
+from infer.scheduling.handle import Handle
 
 MESSAGE = (
     "Hello, our nightly export has failed three nights in a row, always at 02:10 with the error E-4127. We are on the "
@@ -31,13 +33,6 @@ QUESTIONS = (
 )
 WHOLE, ORDERS = "one pass", "one pass, all orders"
 EACH, SERIAL = "a request for each", "serial JSON of all answers"
-
-
-class Work(NamedTuple):
-    """Work of one run; steps include those of prompts."""
-
-    tokens: int
-    steps: int
 
 
 @dataclass(frozen=True)
@@ -71,14 +66,19 @@ def many_questions(count: int) -> list[Question]:
     return [question for _, question in zip(range(count), marked, strict=False)]
 
 
-def run_requests(engine: Engine, requests: Sequence[Request]) -> Work:
-    """Run requests that are submitted together."""
-    handles, steps = [engine.submit_checked(request) for request in requests], 0
-    while engine.step():
-        steps += engine.last_chunk.steps
+def run_requests(engine: Engine, groups: Sequence[Sequence[Request]]) -> tuple[int, int]:
+    """Run groups of requests one after the other; return the tokens that are fed, and the steps with those of prompts.
+
+    The requests of a group are submitted together.
+    """
+    handles, steps = list[Handle](), 0
+    for group in groups:
+        handles += [engine.submit_checked(request) for request in group]
+        while engine.step():
+            steps += engine.last_chunk.steps
     stats = [handle.wait().stats for handle in handles]
     fed = sum(one.prompt_tokens - one.reused_tokens + one.scored_tokens + one.generated_tokens for one in stats)
-    return Work(fed, steps)
+    return fed, steps
 
 
 def serial_request(engine: Engine, questions: Sequence[Question]) -> Request:
@@ -106,42 +106,36 @@ def decision_times(engine: Engine, count: int, repeats: int) -> list[DecisionTim
     questions = many_questions(count)
     single = [engine.ask(MESSAGE, [question], "none").asked[0].request for question in questions]
     whole, orders = (engine.ask(MESSAGE, questions, kind).asked[0].request for kind in ("none", "orders"))
-    ways: dict[str, Callable[[], Work]] = {
-        WHOLE: lambda: run_requests(engine, [whole]),
-        ORDERS: lambda: run_requests(engine, [orders]),
-        EACH: lambda: _sum(run_requests(engine, [one]) for one in single),
-    }
+    ways = {WHOLE: [[whole]], ORDERS: [[orders]], EACH: [[one] for one in single]}
     if engine.max_batch > 1:
-        ways[f"{EACH}, {engine.max_batch} together"] = lambda: run_requests(engine, single)
-    try:
-        serial = serial_request(engine, questions)
-        ways[SERIAL] = lambda: run_requests(engine, [serial])
-    except PromptTooLong:  # it is left out
-        pass
+        ways[f"{EACH}, {engine.max_batch} together"] = [single]
+    with suppress(PromptTooLong):  # it is left out
+        ways[SERIAL] = [[serial_request(engine, questions)]]
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     works = {}
     for number in range(1 + repeats):
-        for way, run in ways.items():
+        for way, groups in ways.items():
             engine.reset_cache()
             before = time.perf_counter()
-            works[way] = run()
+            works[way] = run_requests(engine, groups)
             if number:
                 seconds[way].append(time.perf_counter() - before)
     return [DecisionTime(count, way, *works[way], median(own), min(own), max(own)) for way, own in seconds.items()]
 
 
-def _sum(works: Iterable[Work]) -> Work:
-    found = list(works)
-    return Work(sum(work.tokens for work in found), sum(work.steps for work in found))
-
-
 def decision_table(times: Sequence[DecisionTime], head: bool = True) -> str:
     """Return the times of one number of questions as rows of a table; `head`: whether its head is above them."""
-    lines = ["| questions | | tokens fed | steps | s | fastest - slowest | of one pass |", "|---" * 7 + "|"] * head
     first = next(time.seconds for time in times if time.way == WHOLE)
-    lines += [
-        f"| {one.questions} | {one.way} | {one.tokens:,} | {one.steps} "
-        f"| {one.seconds:.3f} | {one.fastest:.3f} - {one.slowest:.3f} | {one.seconds / first:.2f}x |"
+    rows = [
+        {
+            "questions": one.questions,
+            "": one.way,
+            "tokens fed": f"{one.tokens:,}",
+            "steps": one.steps,
+            "s": f"{one.seconds:.3f}",
+            "fastest - slowest": f"{one.fastest:.3f} - {one.slowest:.3f}",
+            "of one pass": f"{one.seconds / first:.2f}x",
+        }
         for one in times
     ]
-    return "\n".join(lines)
+    return markdown_table(rows, head)

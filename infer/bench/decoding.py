@@ -13,6 +13,7 @@ from statistics import median
 
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
+from aspd_jax.tables import markdown_table
 from infer.answers.answer import Result
 from infer.bench.step_times import random_prompt
 from infer.engine import NO_TOKENS, Engine
@@ -166,37 +167,33 @@ def answer_times(
     return times
 
 
-ANSWER_HEAD = (
-    "| batch | answer | content tokens | steps | s (median) | fastest - slowest | content tokens/s | raw tokens/s "
-    "| latency, ms | first token, ms | ideal | realised | efficiency | decisions of the host | their share of the time "
-    "| compiling, s |\n" + "|---" * 16 + "|"
-)
+def answer_table(pair: Sequence[AnswerTime], head: bool = True) -> str:
+    """Return the times of answers with equal content as rows of a table; serial mode is the baseline.
 
-
-def answer_rows(pair: Sequence[AnswerTime]) -> str:
-    """Return the Markdown rows below `ANSWER_HEAD` for answers with equal content; serial mode is the baseline."""
-    lines = []
+    Args:
+        pair: times in both modes.
+        head: whether the head is above the rows.
+    """
     serial = next(r for r in pair if r.name == "serial")
-    for r in pair:
-        realised = serial.seconds / r.seconds
-        label = f"{r.branches} branches of {r.length}" if r.branches else r.name
-        cells = [
-            str(r.batch),
-            label,
-            str(r.content),
-            str(r.steps),
-            f"{r.seconds:.3f}",
-            f"{r.fastest:.3f} - {r.slowest:.3f}",
-            f"{r.batch * r.content / r.seconds:.0f}",
-            f"{r.batch * r.raw / r.seconds:.0f}",
-            f"{1000 * r.latency:.0f}",
-            f"{1000 * r.first_token:.1f}",
-            f"{r.ideal:.2f}x",
-            f"{realised:.2f}x",
-            f"{realised / r.ideal:.2f}",
-            str(r.decisions),
-            f"{100 * r.deciding / r.seconds:.1f} %",
-            f"{r.compile_seconds:.1f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = [
+        {
+            "batch": r.batch,
+            "answer": f"{r.branches} branches of {r.length}" if r.branches else r.name,
+            "content tokens": r.content,
+            "steps": r.steps,
+            "s (median)": f"{r.seconds:.3f}",
+            "fastest - slowest": f"{r.fastest:.3f} - {r.slowest:.3f}",
+            "content tokens/s": f"{r.batch * r.content / r.seconds:.0f}",
+            "raw tokens/s": f"{r.batch * r.raw / r.seconds:.0f}",
+            "latency, ms": f"{1000 * r.latency:.0f}",
+            "first token, ms": f"{1000 * r.first_token:.1f}",
+            "ideal": f"{r.ideal:.2f}x",
+            "realised": f"{serial.seconds / r.seconds:.2f}x",
+            "efficiency": f"{serial.seconds / r.seconds / r.ideal:.2f}",
+            "decisions of the host": r.decisions,
+            "their share of the time": f"{100 * r.deciding / r.seconds:.1f} %",
+            "compiling, s": f"{r.compile_seconds:.1f}",
+        }
+        for r in pair
+    ]
+    return markdown_table(rows, head)

@@ -26,6 +26,7 @@ from aspd_jax.model.cache import Bucket
 from aspd_jax.model.cpu import einsum
 from aspd_jax.model.vocabulary import head_of
 from aspd_jax.model.weights import input_axes
+from aspd_jax.tables import markdown_table
 from aspd_jax.tokens import NAMES
 from infer.decode.decode_step import StopConditions, run
 from infer.decode.slots import fill_for_timing
@@ -195,14 +196,17 @@ def step_table(results: Sequence[StepTime], copied: float) -> str:
         results: times by width.
         copied: copy bandwidth in bytes per second.
     """
-    lines = [
-        "| width | ms per step (median) | fastest - slowest | relative to width 1 "
-        "| its products alone, ms | step by products | GB/s | share of copy bandwidth |\n" + "|---" * 8 + "|",
+    rows = [
+        {
+            "width": r.width,
+            "ms per step (median)": f"{r.median:.2f}",
+            "fastest - slowest": f"{r.fastest:.2f} - {r.slowest:.2f}",
+            "relative to width 1": f"{r.median / results[0].median:.2f}",
+            "its products alone, ms": f"{r.products:.2f}",
+            "step by products": f"{r.median / r.products:.2f}",
+            "GB/s": f"{r.bandwidth / 1e9:.1f}",
+            "share of copy bandwidth": f"{100 * r.bandwidth / copied:.0f} %",
+        }
+        for r in results
     ]
-    for r in results:
-        lines.append(
-            f"| {r.width} | {r.median:.2f} | {r.fastest:.2f} - {r.slowest:.2f} | {r.median / results[0].median:.2f} "
-            f"| {r.products:.2f} | {r.median / r.products:.2f} "
-            f"| {r.bandwidth / 1e9:.1f} | {100 * r.bandwidth / copied:.0f} % |"
-        )
-    return "\n".join(lines)
+    return markdown_table(rows)

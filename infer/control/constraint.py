@@ -37,61 +37,54 @@ class Constraint(Controller):
         params = request.params
         self._params, self._budget = params, min(request.budget, request.content_budget)
         self._schemas, self._config = schemas, config
-        self._grammar = None if params.answer_grammar is None else schemas.matcher(*params.answer_grammar)
-        self._matcher = None if self._grammar is None else self._grammar.copy()  # behind the followed tokens
+        self._matcher = None if params.answer_grammar is None else schemas.matcher(*params.answer_grammar)
         self._followed = 0  # number of tokens, known ones that are fed included
         self._ends = config.ends
         self._draft = None if params.prediction is None else DraftText(params.prediction, schemas.codec)
 
     def read(self, output: RequestOutput) -> RequestOutput:
         """Return the answer; it ends with `LENGTH` if the grammar does not accept the end of its text."""
-        if output.finish != STOP or self._grammar is None:
+        if output.finish != STOP or self._matcher is None:
             return output
         ids = [token for item in output.items if isinstance(item, SerialIds) for token in item.ids]
-        return output if self._grammar.accepts(ids) else replace(output, finish=LENGTH)
+        return output if self._matcher.accepts(ids) else replace(output, finish=LENGTH)
 
     @property
     def error(self) -> str:
         """Return why the answer cannot follow its grammar, which is named; empty: it can."""
-        reasons = (matcher.error for matcher in (self._grammar, self._matcher) if matcher is not None)
-        reason = next(filter(None, reasons), "")
+        reason = "" if self._matcher is None else self._matcher.error
         return reason and limit_error(*(self._params.answer_grammar or ("", "")), reason)
 
     def start(self) -> RowGuidance | None:
         """Return the token mask of the first token, or let the sequence wait behind it."""
-        if self._grammar:
-            return RowGuidance({0: [next_mask(self._grammar, self._schemas.words)]})
+        if self._matcher:
+            return RowGuidance({0: [next_mask(self._matcher, self._schemas.words)]})
         return RowGuidance(left={0: 1}) if self._draft else None
 
     def begin(self, draft: DraftText, last: int) -> Check:
         """Return the first check of a draft text of the answer; `last`: last token of the prompt."""
         self._draft = draft
-        check = self._check([], last, self._limit(0))
+        check = self._check(last, self._limit(0))
         return check._replace(known=[False, *check.known[1:]])  # in serial mode, this token is sampled
 
     def _limit(self, size: int) -> int:
         """Return the tokens of a check that the budgets have room for, behind `size` tokens."""
         return self._budget - size
 
-    def _check(self, ids: list[int], last: int, limit: int) -> Check:
+    def _check(self, last: int, limit: int) -> Check:
         """Return the last token and draft tokens behind it, and what the grammar permits after each.
 
         Args:
-            ids: tokens of the answer.
-            last: the last of them, or of the prompt.
+            last: last token of the answer, or of the prompt.
             limit: maximum number of tokens.
         """
         assert self._draft is not None
         matcher, words = None if self._matcher is None else self._matcher.copy(), self._schemas.words
         most = min(limit, MAX_CHECKED) - 1
         tokens, masks, known = drafted(matcher, self._draft.copy(), most, self._ends, words)
-        if matcher is not None and matcher.error:
-            # The draft exceeds a limit, which the answer may not. Copies of a matcher fail together.
-            grammar = self._params.answer_grammar or ("", "")
-            self._grammar, fresh = self._schemas.matcher(*grammar), self._schemas.matcher(*grammar)
-            fresh.take(ids)
-            self._draft, self._matcher = None, fresh
-            return Check([last], [next_mask(fresh, words)], [False])
+        if matcher is not None and matcher.error:  # the draft exceeds a limit, which the answer may not
+            self._draft = None
+            return Check([last], [next_mask(self._matcher, words)], [False])
         return Check([last, *tokens], masks, known)
 
     def follow(self, output: RequestOutput) -> RowGuidance:
@@ -101,15 +94,16 @@ class Constraint(Controller):
         last = output.items[-1]
         assert isinstance(last, SerialIds)
         ids, unchecked = last.ids, output.drafts_of(0)
+        moved = self._draft is not None or len(ids) > self._followed
         if self._draft is not None:
             self._advance(ids)
-            check = self._check(ids, ids[-1], self._limit(output.size))
+            check = self._check(ids[-1], self._limit(output.size))
             if not all(check.known[: len(check.tokens) - 1]):
                 return RowGuidance(check=check)
         if self._matcher is None:
             return RowGuidance(left={0: LOOK} if self._draft and not self._draft.ended else {})
         known = list[int]()
-        if self._draft is not None or len(ids) > self._followed:
+        if moved:
             self._advance(ids)
             limit = known_limit(self._limit(output.size) - RESERVE, self._config)
             known = self._matcher.known_tokens()[:limit]

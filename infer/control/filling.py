@@ -75,7 +75,7 @@ class HoleState:
         grammar = value_grammar(text)
         self._matcher = None if grammar is None else schemas.matcher("hole", grammar)
         self._ids: list[int] = []
-        self._codec, self._stream = codec, codec.stream()
+        self._codec, self._stream, self._written = codec, codec.stream(), ""
         self.length, self.sampled = 0, 0
         self.value, self.growing, self.complete, self.emptied = "", True, False, False
         self.cut = self.exhausted = False
@@ -135,9 +135,7 @@ class HoleState:
         """Return whether the value ends with further tokens."""
         if tokens[-1] in self._ends:
             return True
-        stream = self._codec.stream()
-        stream.extend([*self._ids, *tokens])
-        return self._text.read(stream.text, False)[1]
+        return self._text.read(self._codec.stream().decode([*self._ids, *tokens]), False)[1]
 
     def _next_known(self) -> list[int]:
         return self._lead or ([] if self._matcher is None else self._matcher.known_tokens())
@@ -148,12 +146,12 @@ class HoleState:
         if value and self._matcher is not None:
             self._matcher.take(value)
         self._ids += value
-        self._stream.extend(self._ids)
+        self._written += self._stream.decode(value)
         self._read(final=False)
 
     def _read(self, final: bool) -> None:
         """Read the value from the text so far."""
-        self.value, self.complete = self._text.read(self._stream.text, final)
+        self.value, self.complete = self._text.read(self._written, final)
         self.growing = not (self.complete or final)
 
 

@@ -45,10 +45,13 @@ def permitted_drafts(
     for token in drafts:
         if not permits(masks[-1], token) or ends([*permitted, token]):
             break
-        permitted.append(token)
         if matcher is not None:
             matcher.take([token])
-        masks.append(next_mask(matcher, words))
+        mask = next_mask(matcher, words)
+        if matcher is not None and matcher.error:  # no token may follow it
+            break
+        permitted.append(token)
+        masks.append(mask)
     return permitted, masks
 
 

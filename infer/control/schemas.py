@@ -12,8 +12,8 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, Literal
+from functools import cached_property, partial
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from aspd_jax.json_schema import json_grammar, read_schema
 from aspd_jax.tokens import TextCodec
 from infer.request import SamplingParams
 
+Answer = TypeVar("Answer")
 MAX_READY = 256  # maximum matchers in memory that no answer has yet
 # Fields of a request, and the names of their formats in llguidance.
 FORMATS: Mapping[str, Literal["json_schema", "regex", "grammar"]] = {
@@ -104,7 +105,8 @@ class Schemas:
         """
         with self._lock:
             made = self._pop((name, text)) if (name, text) in self._ready else None
-        return Matcher(made or self._compile(name, text), self.words)
+        make = partial(self._compile, name, text)
+        return Matcher(made or make(), self.words, make)
 
     def _pop(self, key: tuple[str, str]) -> Any:
         made = self._ready[key].pop()
@@ -145,51 +147,65 @@ class Schemas:
 class Matcher:
     """Position in a grammar.
 
+    Copies share the lexer. Where tokens that were tried on a copy exceed a limit, it fails for all of them, so a
+    matcher that has copies is made again, and fails only if it exceeds a limit by itself.
+
     Args:
         matcher: `LLMatcher` at this position.
         words: W.
+        make: function that returns an `LLMatcher` at the beginning.
+        tokens: tokens up to this position.
     """
 
-    def __init__(self, matcher: Any, words: int) -> None:
-        self._matcher, self._words = matcher, words
+    def __init__(self, matcher: Any, words: int, make: Callable[[], Any], tokens: Sequence[int] = ()) -> None:
+        self._matcher, self._words, self._make, self._tokens = matcher, words, make, list(tokens)
+        self._shares = False  # whether copies share the lexer
+
+    def _ask(self, question: Callable[[Any], Answer]) -> Answer:
+        """Return the answer of the `LLMatcher`."""
+        answer = question(self._matcher)
+        if self._shares and self._matcher.is_error():
+            self._matcher, self._shares = self._make(), False
+            for token in self._tokens:  # masks count, too
+                self._matcher.consume_tokens([token])
+                self._matcher.compute_bitmask()
+            answer = question(self._matcher)
+        return answer
 
     @property
     def error(self) -> str:
         """Return why the matcher can follow no further tokens; empty: it can. Only the end may follow then."""
-        return first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+        return first_line(self._ask(lambda own: own.get_error() if own.is_error() else ""))
 
     def copy(self) -> Matcher:
         """Return a matcher at the same position."""
-        return Matcher(self._matcher.deep_copy(), self._words)
+        copy = Matcher(self._ask(lambda own: own.deep_copy()), self._words, self._make, self._tokens)
+        self._shares = copy._shares = True
+        return copy
 
     def take(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Move over tokens."""
-        self._matcher.consume_tokens([int(token) for token in tokens])
+        new = [int(token) for token in tokens]
+        self._tokens += new
+        self._matcher.consume_tokens(new)
 
     def mask(self) -> np.ndarray:
         """Return the tokens that may come next, uint32 [W]."""
-        bits: np.ndarray = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        bits: np.ndarray = np.frombuffer(self._ask(lambda own: own.compute_bitmask()), np.uint32)
         bits = bits[: self._words]  # the matcher's mask may have one word more
         return bits
 
-    def accepted(self, tokens: Sequence[int]) -> int:
-        """Return how many of these tokens, from the first, the grammar accepts; the position stays."""
-        return int(self._matcher.deep_copy().try_consume_tokens(list(tokens)))
-
     def known_tokens(self) -> list[int]:
         """Return the tokens that have to come next, as far as the grammar determines the text."""
-        return list(self._matcher.compute_ff_tokens())
+        return self._ask(lambda own: list(own.compute_ff_tokens()))
 
     def accepts(self, tokens: Sequence[int] | np.ndarray) -> bool:
-        """Return whether the text may end after these tokens; the position stays."""
-        after = self.copy()
-        after.take(tokens)
-        return after.accepting
-
-    @property
-    def accepting(self) -> bool:
-        """Return whether the text may end here."""
-        return bool(self._matcher.is_accepting())
+        """Return whether these tokens, from the beginning, are a whole text of the grammar; the position stays."""
+        whole = self.copy()
+        whole._matcher.reset()
+        whole._tokens = []
+        whole.take(tokens)
+        return whole._ask(lambda own: bool(own.is_accepting()))
 
 
 def after_space(grammar: str) -> str:

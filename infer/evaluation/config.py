@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal
 
-from aspd_jax.configuration import at_least
+from aspd_jax.configuration import Count, Dtype, Natural, Section, at_least
 from aspd_jax.errors import ConfigError
-from aspd_jax.layout import check_choice
 from aspd_jax.model.config import Weights
 from infer.request import PARAMETERS, Mode, SamplingParams
 
@@ -18,7 +17,7 @@ Kind = Literal["chat", "numbers"]
 
 
 @dataclass(frozen=True)
-class ModelSection:
+class ModelSection(Section, prefix="models.*."):
     """A model under evaluation.
 
     Attributes:
@@ -34,21 +33,18 @@ class ModelSection:
     path: str = ""
     adapter: str = ""
     role: Role = "aspd"
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     weights: Weights = "float"
     chat_template: str = ""
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError("models: expected a path of every model, got none.")
-        check_choice("models.*.role", self.role, Role)
-        check_choice("models.*.weights", self.weights, Weights)
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"models.*.dtype: expected float32 or bfloat16, got {self.dtype!r}")
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
-class BenchmarkSection:
+class BenchmarkSection(Section, prefix="benchmarks.*."):
     """Questions of a benchmark.
 
     Attributes:
@@ -62,29 +58,27 @@ class BenchmarkSection:
     file: str = ""
     kind: Kind = "chat"
     suitable: str = ""
-    limit: int = 0
+    limit: Natural = 0
 
     def __post_init__(self) -> None:
-        check_choice("benchmarks.*.kind", self.kind, Kind)
-        at_least("benchmarks.*.limit", self.limit, 0)
+        super().__post_init__()
         if not self.file:
             raise ConfigError("benchmarks.*.file: expected a file of questions, got none")
 
 
-def _sampling_keys() -> list[tuple[str, type, Any]]:
-    """Return the name, type and default of each sampling parameter that a configuration offers."""
-    return [
+SamplingSection: Any = make_dataclass(
+    "SamplingSection",
+    [
         (name, parameter.kind, field(default=parameter.yaml.default))
         for name, parameter in PARAMETERS.items()
         if parameter.yaml is not None
-    ]
-
-
-SamplingSection: Any = make_dataclass("SamplingSection", _sampling_keys(), frozen=True)
+    ],
+    frozen=True,
+)
 
 
 @dataclass(frozen=True)
-class DecodingSection(SamplingSection):
+class DecodingSection(SamplingSection, Section, prefix="decoding."):
     """Settings of decoding: the fields of `SamplingParams` that a configuration offers, and those below.
 
     `required_temperature` of a question takes precedence over `temperature`. `seed` is the base of the seeds: every
@@ -97,10 +91,10 @@ class DecodingSection(SamplingSection):
     """
 
     max_length: int = 0
-    batch: int = 8
+    batch: Count = 8
 
     def __post_init__(self) -> None:
-        at_least("decoding.batch", self.batch, 1)
+        super().__post_init__()
         if self.max_length:
             at_least("decoding.max_length", self.max_length, 2)
         self.params(None, 0, "adaptive")
@@ -129,7 +123,7 @@ class DecodingSection(SamplingSection):
 
 
 @dataclass(frozen=True)
-class SpeedSection:
+class SpeedSection(Section, prefix="speed."):
     """Settings of speed measurements: one conversation at a time, after a run that compiles.
 
     Attributes:
@@ -137,12 +131,8 @@ class SpeedSection:
         repeats: timed runs per question; the median is reported.
     """
 
-    questions: int = 16
-    repeats: int = 3
-
-    def __post_init__(self) -> None:
-        at_least("speed.questions", self.questions, 0)
-        at_least("speed.repeats", self.repeats, 1)
+    questions: Natural = 16
+    repeats: Count = 3
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,14 @@ from aspd_jax.progress import Bar
 from aspd_jax.structure import to_json
 from infer import decisions
 from infer.answers.answer import Result
-from infer.decisions import Asked, Decision
 from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, System
 from infer.evaluation.health import health
 from infer.evaluation.questions import Question, last_number
 from infer.request import Mode
-from infer.scheduling.handle import Handle
+from infer.scheduling.handle import run_together
 
 WHICH = "Which answer is right?"
-STEPS = 256  # engine steps between two checks for finished answers
 
 
 def answer_questions(
@@ -41,87 +38,56 @@ def answer_questions(
     `probabilities` of the options, and `correct`.
     """
     done = {record["question_id"]: record for record in read_journal(file)}
-    waiting = [(place, q) for place, q in enumerate(questions) if q.id not in done][::-1]
-    running: list[_Conversation] = []
-    with Log(file) as log, Bar(total=len(questions), initial=len(questions) - len(waiting), desc=title) as bar:
-        while waiting or running:
-            # At most one conversation per cache row: another first turn would evict the prefix of a second turn.
-            while waiting and len(running) < engine.max_batch:
-                place, question = waiting.pop()
-                running.append(_Conversation(engine, system.mode, question, decoding, place))
-            engine.step(STEPS)
-            for conversation in running:
-                if conversation.advance():
-                    record = conversation.record()
-                    append(log, record)
-                    done[record["question_id"]] = record
-                    bar.update()
-            running = [conversation for conversation in running if not conversation.over]
+    missing = [(place, question) for place, question in enumerate(questions) if question.id not in done]
+    conversations = (_converse(engine, system.mode, question, decoding, place) for place, question in missing)
+    with Log(file) as log, Bar(total=len(questions), initial=len(questions) - len(missing), desc=title) as bar:
+        # At most one conversation per cache row: another first turn would evict the prefix of a second turn.
+        for record in run_together(engine.step, conversations, engine.max_batch):
+            append(log, record)
+            done[record["question_id"]] = record
+            bar.update()
     return [done[question.id] for question in questions]
 
 
-class _Conversation:
-    """A conversation in progress."""
-
-    def __init__(self, engine: Engine, mode: Mode, question: Question, decoding: DecodingSection, place: int) -> None:
-        self._engine, self._mode, self._question = engine, mode, question
-        self._params = decoding.params(question.temperature, place, mode)
-        self._messages: list[dict[str, Any]] = []
-        self._turns: list[dict[str, Any]] = []
-        self._error: str | None = None
-        self._handle: Handle | None = None
-        self._asked: Asked | None = None
-        self._decision: Decision | None = None
-        self.over = False
-        self._ask()
-
-    def advance(self) -> bool:
-        """Collect a finished answer and submit the next turn; return whether the conversation has ended."""
-        if self._handle is not None and self._handle.result is not None:
-            result = self._handle.result
-            if self._asked is not None:
-                (self._decision,) = self._engine.read_decisions(self._asked, [result.scores])
-                self._handle = None
-                self.over = True
-                return True
-            before = [message["content"] for message in self._messages]
-            self._turns.append(turn_record(self._engine, result, before))
-            self._messages.append({"role": "assistant", "content": result.text, "token_ids": result.token_ids})
-            self._handle = None
-            if len(self._turns) < len(self._question.turns):
-                self._ask()
-        self.over = self._handle is None
-        return self.over
-
-    def record(self) -> dict[str, Any]:
-        question, graded = self._question, dict[str, Any]()
-        if self._decision is not None:
-            correct = question.options[self._decision.best] == question.right
-            graded = {"probabilities": self._decision.probabilities, "correct": correct}
-        elif question.options:
-            graded = {"correct": False}  # it could not be asked
-        elif question.right:
-            whole = len(self._turns) == len(question.turns)
-            graded = {"correct": whole and last_number(self._turns[-1]["text"]) == last_number(question.right)}
-        record = {
-            "question_id": question.id,
-            "category": question.category,
-            "turns": self._turns,
-            "forks": question.forks,
-        }
-        return graded | record | ({} if self._error is None else {"error": self._error})
-
-    def _ask(self) -> None:
-        self._messages.append({"role": "user", "content": self._question.turns[len(self._turns)]})
+def _converse(
+    engine: Engine, mode: Mode, question: Question, decoding: DecodingSection, place: int
+) -> Generator[None, None, dict[str, Any]]:
+    """Hold the conversation of a question for `run_together`, and return its record."""
+    params = decoding.params(question.temperature, place, mode)
+    messages, turns = list[dict[str, Any]](), list[dict[str, Any]]()
+    grade, error_field = dict[str, Any](), dict[str, str]()
+    for text in question.turns:
+        messages.append({"role": "user", "content": text})
         try:
-            if self._question.options:
-                asked = decisions.Question("choice", WHICH, tuple(map(decisions.Option, self._question.options)))
-                self._asked = self._engine.ask(self._messages, [asked])
-                self._handle = self._engine.submit_checked(self._asked.asked[0].request)
-                return
-            self._handle = self._engine.submit(self._messages, self._params, self._mode)
+            if question.options:
+                asked = engine.ask(messages, [_choice(question)])
+                handle = engine.submit_checked(asked.asked[0].request)
+            else:
+                handle = engine.submit(messages, params, mode)
         except AspdError as error:
-            self._error = str(error)
+            error_field = {"error": str(error)}
+            break
+        while handle.result is None:
+            yield
+        if question.options:
+            (decision,) = engine.read_decisions(asked, [handle.result.scores])
+            correct = question.options[decision.best] == question.right
+            grade = {"probabilities": decision.probabilities, "correct": correct}
+            break
+        turns.append(turn_record(engine, handle.result, [message["content"] for message in messages]))
+        messages.append({"role": "assistant", "content": handle.result.text, "token_ids": handle.result.token_ids})
+    if question.options:
+        grade = grade or {"correct": False}  # it could not be asked
+    elif question.right:
+        whole = len(turns) == len(question.turns)
+        grade = {"correct": whole and last_number(turns[-1]["text"]) == last_number(question.right)}
+    record = {"question_id": question.id, "category": question.category, "turns": turns, "forks": question.forks}
+    return grade | record | error_field
+
+
+def _choice(question: Question) -> decisions.Question:
+    """Return the decision that a question with options asks for."""
+    return decisions.Question("choice", WHICH, tuple(map(decisions.Option, question.options)))
 
 
 def turn_record(engine: Engine, result: Result, messages: Sequence[str]) -> dict[str, Any]:
@@ -143,7 +109,7 @@ def turn_record(engine: Engine, result: Result, messages: Sequence[str]) -> dict
         "structure": to_json(result.structure),
         "finish_reason": result.finish_reason,
         "stats": result.stats.to_json(),
-        "health": asdict(health(messages, result.structure, result.finish_reason == "stop", count, titles)),
+        "health": health(messages, result.structure, result.finish_reason == "stop", count, titles),
     }
 
 

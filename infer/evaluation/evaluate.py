@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from aspd_jax import formats
 from aspd_jax.configuration import config_from_dict
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_whole
+from aspd_jax.formats.side_files import read_object
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
 from infer.engine import Engine
 from infer.evaluation.config import EvalConfig, ModelSection
@@ -53,16 +54,16 @@ def run(
         engine = Engine(lm, config.decoding.length(lm.context_length), max_batch=config.decoding.batch)
         for system, bench in todo:
             records = answer_questions(
-                engine, system, questions[bench], config.decoding, answers_file(output, bench, system.name),
+                engine, system, questions[bench], config.decoding, results_file(output, "answers", bench, system.name),
                 f"{system.name}: {bench}",
             )  # fmt: skip
-            write_model_answers(records, system, output / "model_answer" / bench / f"{system.name}.jsonl")
+            write_model_answers(records, system, results_file(output, "model_answer", bench, system.name))
         if config.speed.questions:
             engine = Engine(lm, config.decoding.length(lm.context_length), max_batch=1)
             for system, bench in todo:
                 time_questions(
                     engine, system, [q for q in questions[bench] if not q.options], config.decoding, config.speed,
-                    speed_file(output, bench, system.name), f"{system.name}: {bench}, speed",
+                    results_file(output, "speed", bench, system.name), f"{system.name}: {bench}, speed",
                 )  # fmt: skip
 
 
@@ -82,36 +83,36 @@ def load(section: ModelSection) -> LanguageModel:
     return lm
 
 
-def answers_file(output: Path, bench: str, system: str) -> Path:
-    """Return the file with the answers of a system."""
-    return output / "answers" / bench / f"{system}.jsonl"
-
-
-def speed_file(output: Path, bench: str, system: str) -> Path:
-    """Return the file with the timings of a system."""
-    return output / "speed" / bench / f"{system}.jsonl"
+def results_file(output: Path, kind: str, bench: str, system: str) -> Path:
+    """Return the file with the results of a system; `kind`: `answers`, their timings in `speed`, or `model_answer`."""
+    return output / kind / bench / f"{system}.jsonl"
 
 
 def read_run(output: Path) -> tuple[EvalConfig, dict[str, Any]]:
     """Read the configuration and the environment of a run.
 
     Raises:
-        ConfigError: the folder holds no evaluation.
+        ConfigError: the folder holds no evaluation, or a damaged one.
     """
     file = output / "config.json"
     if not file.is_file():
         raise ConfigError(f"{output}: expected an evaluation, got none. Create one with `aspd eval run`.")
-    return config_from_dict(EvalConfig, json.loads(file.read_text()), str(file)), json.loads(
-        (output / "environment.json").read_text()
-    )
+    try:
+        settings, known = read_object(file), read_object(output / "environment.json")
+    except CheckpointError as error:
+        raise ConfigError(str(error).removesuffix(" Download the file again.")) from None
+    return config_from_dict(EvalConfig, settings, str(file)), known
 
 
 def _claim(
     config: EvalConfig, questions: Mapping[str, Sequence[Question]], output: Path, left_out: Sequence[str]
 ) -> None:
     """Write the configuration and the environment, or check that the folder holds the same evaluation."""
-    hashes = {bench: digest(asked) for bench, asked in questions.items()}
-    now = environment() | {"questions": hashes, "left_out": list(left_out), "models": _digests(config)}
+    texts = {bench: json.dumps([asdict(question) for question in asked]) for bench, asked in questions.items()}
+    hashes = {bench: sha256(text.encode()).hexdigest() for bench, text in texts.items()}
+    paths = {name: filter(None, (section.path, section.adapter)) for name, section in config.models.items()}
+    models = {name: [formats.digest(path) for path in both] for name, both in paths.items()}
+    now = environment() | {"questions": hashes, "left_out": list(left_out), "models": models}
     settings = json.loads(json.dumps(asdict(config)))
     if (output / "config.json").exists():
         old_config, old_environment = read_run(output)
@@ -119,8 +120,8 @@ def _claim(
         different = [key for key in settings if settings[key] != before[key]]
         different += [f"the questions of {bench}" for bench in hashes if old_hashes.get(bench) != hashes[bench]]
         different += [key for key in ("devices", "processor", "cores", "versions") if old_environment[key] != now[key]]
-        stored = old_environment.get("models", now["models"])
-        different += [f"contents of {name}" for name, one in now["models"].items() if stored.get(name) != one]
+        stored = old_environment.get("models", models)
+        different += [f"contents of {name}" for name, one in models.items() if stored.get(name) != one]
         if different:
             raise ConfigError(
                 f"{output}: expected an evaluation with the same {', '.join(different)}, got others. Choose another."
@@ -128,17 +129,6 @@ def _claim(
     else:
         write_whole(output / "environment.json", json.dumps(now, indent=2) + "\n")
     write_whole(output / "config.json", json.dumps(settings, indent=2) + "\n")
-
-
-def _digests(config: EvalConfig) -> dict[str, list[str]]:
-    """Return the digests of each model and its adapter."""
-    paths = {name: filter(None, (section.path, section.adapter)) for name, section in config.models.items()}
-    return {name: [formats.digest(path) for path in both] for name, both in paths.items()}
-
-
-def digest(questions: Sequence[Question]) -> str:
-    """Return the SHA-256 hash of questions."""
-    return hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()
 
 
 def environment() -> dict[str, Any]:

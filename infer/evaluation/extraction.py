@@ -6,17 +6,20 @@ All modes feed known tokens without steps of their own. Texts and gold values ar
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from aspd_jax.errors import DataError, RequestError
 from aspd_jax.journal import append, open_journal, resume
 from aspd_jax.jsonl import read_lines
-from aspd_jax.progress import Bar, programs_compiled
+from aspd_jax.progress import Bar
+from aspd_jax.tables import markdown_table
+from infer.bench.records import describe_fields, parse_object, record_prompt, run_compiled
 from infer.engine import Engine
 from infer.evaluation.intervals import difference, interval, ratio
 from infer.request import Fields, SamplingParams
@@ -25,47 +28,50 @@ INCLUDED = ("field_texts.jsonl", "tool_requests.jsonl")
 MODES: tuple[Fields, ...] = ("serial", "exact", "parallel")
 
 
-class AnyTask(Protocol):
+@dataclass(frozen=True)
+class AnyTask(ABC):
     """A task of a benchmark.
 
     Attributes:
         id: identifier.
-        groups: groups of the report that the task belongs to, beside all tasks.
-        modes: how its fields are decoded; serial mode is the first.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    id: str
 
     @property
-    def id(self) -> str: ...
-    @property
-    def groups(self) -> Sequence[str]: ...
-    @property
-    def modes(self) -> Sequence[Fields]: ...
+    @abstractmethod
+    def groups(self) -> Sequence[str]:
+        """Return the groups of the report that the task belongs to, beside all tasks."""
 
+    @property
+    def modes(self) -> Sequence[Fields]:
+        """Return how its fields are decoded; serial mode is the first."""
+        return MODES
+
+    @abstractmethod
     def request(self, engine: Engine, params: SamplingParams, mode: Fields) -> tuple[Any, SamplingParams]:
         """Return the prompt and the sampling parameters in a mode."""
 
+    @abstractmethod
     def read(self, engine: Engine, text: str) -> dict[str, Any]:
         """Return the values of an answer by field; empty if it has none."""
 
+    @abstractmethod
     def right(self, values: Mapping[str, Any]) -> dict[str, bool]:
         """Return whether each field has the right value."""
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(AnyTask):
     """A text and the values of its fields.
 
     Attributes:
-        id: identifier.
         text: text to read, or a request for a tool call.
         schema: JSON schema of an object.
         gold: right values by field.
         function: name and description of the function that is called; empty: fields are extracted.
     """
 
-    id: str
     text: str
     schema: Mapping[str, Any]
     gold: Mapping[str, Any]
@@ -74,50 +80,32 @@ class Task:
     @property
     def prompt(self) -> str:
         """Return the request to the model."""
-        fields = ", ".join(f"{name}{_hint(schema)}" for name, schema in self.schema["properties"].items())
         if self.function:
+            fields = describe_fields(self.schema)
             asked = f"Call the function {self.function['name']} ({self.function['description']}) for the request below."
             return (
                 f"{asked} Write its arguments as one JSON object with these fields: {fields}.\n\nRequest: {self.text}"
             )
-        return f"Read the text and write one JSON object with these fields: {fields}.\n\nText: {self.text}"
+        return record_prompt(self.text, self.schema)
 
     @property
     def groups(self) -> Sequence[str]:
-        """See `AnyTask`."""
         if self.function:
             return ("tool calls",)
         count = len(self.gold)
         return "texts", "4 to 6 fields" if count < 7 else "7 to 9 fields" if count < 10 else "10 to 16 fields"
 
-    @property
-    def modes(self) -> Sequence[Fields]:
-        """See `AnyTask`."""
-        return MODES
-
     def request(self, engine: Engine, params: SamplingParams, mode: Fields) -> tuple[Any, SamplingParams]:
-        """See `AnyTask`."""
         prompt: Any = self.prompt
         if getattr(engine.lm.tokenizer, "chat_template", None):
             prompt = [{"role": "user", "content": prompt}]
         return prompt, replace(params, json_schema=self.schema, fields=mode)
 
     def read(self, engine: Engine, text: str) -> dict[str, Any]:
-        """See `AnyTask`."""
-        return read_object(text) or {}
+        return parse_object(text) or {}
 
     def right(self, values: Mapping[str, Any]) -> dict[str, bool]:
-        """See `AnyTask`."""
         return {name: name in values and equal(values[name], gold) for name, gold in self.gold.items()}
-
-
-def _hint(schema: Any) -> str:
-    """Return the description of a field for the prompt."""
-    if not isinstance(schema, Mapping):  # `true`: any value
-        return ""
-    if "enum" in schema:
-        return f" ({' or '.join(map(str, schema['enum']))})"
-    return " (true or false)" if schema.get("type") == "boolean" else ""
 
 
 @dataclass(frozen=True)
@@ -149,15 +137,6 @@ class Decoded:
     token_ids: Sequence[int]
     drafted_fields: int = 0
     groups: Sequence[str] = ()
-
-
-def read_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object of an answer; None: it is none."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def spread(tasks: Sequence[AnyTask], limit: int) -> list[Any]:
@@ -209,10 +188,7 @@ def decode_task(engine: Engine, task: AnyTask, mode: Fields, max_new_tokens: int
     params = SamplingParams(max_new_tokens=max_new_tokens, repetition_penalty=1.0, seed=0)
     try:
         prompt, params = task.request(engine, params, mode)
-        compiled = -1
-        while compiled != (compiled := programs_compiled()):
-            engine.reset_cache()
-            result = engine.generate([prompt], params, "serial")[0]
+        result, _ = run_compiled(engine, lambda: engine.generate([prompt], params, "serial")[0])
     except RequestError as error:
         raise RequestError(f"task {task.id}: {error}") from None
     values = task.read(engine, result.text)
@@ -339,24 +315,24 @@ def _is_same(one: Decoded, other: Decoded) -> bool:
     return one.token_ids == other.token_ids or bool(one.values and json.dumps(one.values) == json.dumps(other.values))
 
 
-EXTRACTION_HEAD = (
-    "| tasks | mode | fields right | difference (95 %) | fields as in serial mode | answers equal | drafted | steps | "
-    "ratio | seconds | speed-up (95 %) | without prefill |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
-)
-
-
 def extraction_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows of `summarise_extraction` as a Markdown table."""
-    lines = [EXTRACTION_HEAD]
-    for row in rows:
-        gap, time, fields = row["difference"], row["speedup"], row["fields"]
-        equal = f"{row['equal']}{', token for token' * (0 < row['equal'] == row['same_tokens'])}"
-        lines.append(
-            f"| {row['tasks']} ({row['count']}) | {row['mode']} | {row['right'] / fields:.1%} of {fields} "
-            f"| {100 * gap['mean']:+.1f} ({100 * gap['low']:+.1f} to {100 * gap['high']:+.1f}) points "
-            f"| {row['agreement']['mean']:.1%} | {equal} | {row['drafted']} | {row['steps']:.1f} "
-            f"| {row['step_ratio']:.2f}x "
-            f"| {row['seconds']:.2f} | {time['mean']:.2f}x ({time['low']:.2f} to {time['high']:.2f}) "
-            f"| {row['decoding_speedup']:.2f}x |"
-        )
-    return "\n".join(lines)
+    return markdown_table([_cells(row) for row in rows])
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    gap, time, fields = row["difference"], row["speedup"], row["fields"]
+    return {
+        "tasks": f"{row['tasks']} ({row['count']})",
+        "mode": row["mode"],
+        "fields right": f"{row['right'] / fields:.1%} of {fields}",
+        "difference (95 %)": f"{100 * gap['mean']:+.1f} ({100 * gap['low']:+.1f} to {100 * gap['high']:+.1f}) points",
+        "fields as in serial mode": f"{row['agreement']['mean']:.1%}",
+        "answers equal": f"{row['equal']}{', token for token' * (0 < row['equal'] == row['same_tokens'])}",
+        "drafted": row["drafted"],
+        "steps": f"{row['steps']:.1f}",
+        "ratio": f"{row['step_ratio']:.2f}x",
+        "seconds": f"{row['seconds']:.2f}",
+        "speed-up (95 %)": f"{time['mean']:.2f}x ({time['low']:.2f} to {time['high']:.2f})",
+        "without prefill": f"{row['decoding_speedup']:.2f}x",
+    }

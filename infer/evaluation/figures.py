@@ -12,7 +12,7 @@ import numpy as np
 
 from aspd_jax.journal import read_journal
 from infer.evaluation.config import EvalConfig
-from infer.evaluation.evaluate import answers_file, speed_file
+from infer.evaluation.evaluate import results_file
 from infer.evaluation.intervals import difference, interval
 from infer.evaluation.lists import ListPair
 from infer.evaluation.questions import Question
@@ -26,11 +26,7 @@ def figures(config: EvalConfig, questions: dict[str, Sequence[Question]], folder
     """Compute the figures of every benchmark: each system overall and by category, and paired comparisons."""
     results = {}
     for bench, asked in questions.items():
-        answers, timed = {}, {}
-        for system in config.systems:
-            order = [question.id for question in asked]
-            answers[system.name] = _in_order(read_journal(answers_file(folder, bench, system.name)), order)
-            timed[system.name] = _in_order(read_journal(speed_file(folder, bench, system.name)), order)
+        answers, timed = (read_records(config, asked, folder, kind, bench) for kind in ("answers", "speed"))
         categories = list(dict.fromkeys(question.category for question in asked))
         systems = {}
         for system in config.systems:
@@ -51,31 +47,33 @@ def figures(config: EvalConfig, questions: dict[str, Sequence[Question]], folder
     return results
 
 
-def list_pairs(
-    config: EvalConfig, questions: dict[str, Sequence[Question]], folder: Path
-) -> dict[str, dict[str, list[ListPair]]]:
-    """Return the answers of each model that has both modes, by benchmark and model; turns that both modes answered."""
-    both = [system.model for system in config.systems if system.mode == "adaptive"]
-    found: dict[str, dict[str, list[ListPair]]] = {}
-    for bench, asked in questions.items():
-        found[bench] = {}
-        for name in both:
-            files = [answers_file(folder, bench, system.name) for system in config.systems if system.model == name]
-            adaptive, serial = ({record["question_id"]: record for record in read_journal(file)} for file in files)
-            found[bench][name] = [
-                ListPair(question.category, question.turns[: number + 1], *records)
-                for question in asked
-                if question.id in adaptive and question.id in serial
-                for number, records in enumerate(
-                    zip(serial[question.id]["turns"], adaptive[question.id]["turns"], strict=False)
-                )
-            ]
-    return found
+def list_pairs(config: EvalConfig, asked: Sequence[Question], folder: Path, bench: str) -> dict[str, list[ListPair]]:
+    """Return the answers of each model that has both modes; turns that both modes answered."""
+    answers = {
+        name: {record["question_id"]: record["turns"] for record in records}
+        for name, records in read_records(config, asked, folder, "answers", bench).items()
+    }
+    both = {s.model: [answers[f"{s.model}-serial"], answers[s.name]] for s in config.systems if s.mode == "adaptive"}
+    return {
+        name: [
+            ListPair(question.category, question.turns[: number + 1], *turns)
+            for question in asked
+            for number, turns in enumerate(zip(*(mode.get(question.id, ()) for mode in modes), strict=False))
+        ]
+        for name, modes in both.items()
+    }
 
 
-def _in_order(records: Iterable[Record], order: Sequence[Any]) -> list[Record]:
-    by_id = {record["question_id"]: record for record in records}
-    return [by_id[id] for id in order if id in by_id]
+def read_records(
+    config: EvalConfig, asked: Sequence[Question], folder: Path, kind: str, bench: str
+) -> dict[str, list[Record]]:
+    """Return the records of each system in the order of the questions; `kind`: see `results_file`."""
+    records = {}
+    for system in config.systems:
+        found = read_journal(results_file(folder, kind, bench, system.name))
+        by_id = {record["question_id"]: record for record in found}
+        records[system.name] = [by_id[question.id] for question in asked if question.id in by_id]
+    return records
 
 
 def _only(records: Sequence[Record], category: str) -> list[Record]:

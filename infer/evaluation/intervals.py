@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -36,29 +36,28 @@ def interval(values: Sequence[float]) -> Interval:
     array = np.asarray(values, float)
     if array.size == 0:
         return Interval(float("nan"), float("nan"), float("nan"), 0)
-    mean = float(array.mean())
-    if array.size < 2 or np.ptp(array) == 0:
-        return Interval(mean, mean, mean, int(array.size))
-    bounds = stats.bootstrap(
-        (array,), np.mean, n_resamples=RESAMPLES, confidence_level=LEVEL, method="percentile", rng=0
-    ).confidence_interval
-    return Interval(mean, float(bounds.low), float(bounds.high), int(array.size))
+    return _bootstrap(np.mean, array, constant=bool(np.ptp(array) == 0))
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     """Return the total of `ours` divided by that of `theirs` over pairs of values, with its interval."""
-    pairs = np.asarray([ours, theirs], float)
-    whole = float(pairs[0].sum() / pairs[1].sum())
-    if pairs.shape[1] < 2 or np.ptp(pairs[0] / pairs[1]) == 0:
-        return Interval(whole, whole, whole, pairs.shape[1])
-    bounds = stats.bootstrap(
-        tuple(pairs), _ratio, n_resamples=RESAMPLES, confidence_level=LEVEL, method="percentile", paired=True, rng=0
-    ).confidence_interval
-    return Interval(whole, float(bounds.low), float(bounds.high), pairs.shape[1])
+    first, second = np.asarray([ours, theirs], float)
+    return _bootstrap(_ratio, first, second, constant=first.size < 2 or bool(np.ptp(first / second) == 0))
 
 
 def _ratio(ours: np.ndarray, theirs: np.ndarray, axis: int = -1) -> np.ndarray:
     return np.asarray(ours.sum(axis) / theirs.sum(axis))
+
+
+def _bootstrap(statistic: Callable[..., Any], *samples: np.ndarray, constant: bool) -> Interval:
+    """Return a statistic of paired samples with its interval, which has width 0 if all values are equal."""
+    whole, values = float(statistic(*samples)), samples[0].size
+    if values < 2 or constant:
+        return Interval(whole, whole, whole, values)
+    bounds = stats.bootstrap(
+        samples, statistic, n_resamples=RESAMPLES, confidence_level=LEVEL, method="percentile", paired=True, rng=0
+    ).confidence_interval
+    return Interval(whole, float(bounds.low), float(bounds.high), values)
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from aspd_jax.blocks.checks import asked_for, find_defect
+from aspd_jax.blocks.checks import asked_for, find_defects
 from aspd_jax.blocks.extract import propose
-from aspd_jax.blocks.leads import with_leads
-from aspd_jax.blocks.spans import BlockSpan
+from aspd_jax.blocks.spans import BlockSpan, with_leads
 from aspd_jax.errors import StructureError
+from aspd_jax.tables import markdown_table
 
 OTHER_NUMBER = "answers with another number of items than the question asks for"
 
@@ -25,7 +25,7 @@ class ListChecks:
         lists: number of lists of two or more items.
         items: number of their items.
         asked: number of items that the question asks for; None: it asks for no number.
-        defects: number of lists by kind of their first defect; of answers by `OTHER_NUMBER`.
+        defects: number of lists by kind of defect; a list counts once for each of its kinds. Answers by `OTHER_NUMBER`.
     """
 
     lists: int
@@ -43,19 +43,18 @@ def check_lists(messages: Sequence[str], text: str) -> ListChecks:
     """
     blocks = next(iter(propose(text)), ())
     sizes, asked = [len(block.branches) for block in blocks], asked_for(messages)
-    reasons = filter(None, (_defect(text, block) for block in blocks))
-    defects = Counter(f"lists: {reason.partition(':')[0]}" for reason in reasons)
+    defects = Counter(f"lists: {kind}" for block in blocks for kind in _defects(text, block))
     if sizes and asked is not None and asked not in sizes:
         defects[OTHER_NUMBER] = 1
     return ListChecks(len(sizes), sum(sizes), asked, defects)
 
 
-def _defect(text: str, block: BlockSpan) -> str | None:
-    """Return the first defect of a list, or None."""
+def _defects(text: str, block: BlockSpan) -> set[str]:
+    """Return the kinds of the defects of a list."""
     try:
-        return find_defect(text, with_leads(text, block))
-    except StructureError as error:
-        return f"not well formed: {error}"
+        return {reason.partition(":")[0] for reason in find_defects(text, with_leads(text, block))}
+    except StructureError:
+        return {"not well formed"}
 
 
 @dataclass(frozen=True)
@@ -74,43 +73,40 @@ class ListPair:
     adaptive: Mapping[str, Any]
 
     @cached_property
-    def answers(self) -> tuple[_Answer, _Answer]:
-        """Return both answers, serial first, with the checks of their lists."""
-        return _Answer(self.messages, self.serial), _Answer(self.messages, self.adaptive)
+    def checks(self) -> tuple[ListChecks, ListChecks]:
+        """Return the checks of the lists of both answers, serial first."""
+        serial, adaptive = (check_lists(self.messages, record["text"]) for record in (self.serial, self.adaptive))
+        return serial, adaptive
 
 
-class _Answer:
-    """A record with the checks of its lists."""
-
-    def __init__(self, messages: Sequence[str], record: Mapping[str, Any]) -> None:
-        self.record, self.stats = record, record["stats"]
-        self.checks = check_lists(messages, record["text"])
-
-
-def lists_lines(pairs: Sequence[ListPair]) -> list[str]:
-    """Return the comparison of lists in both modes as lines of Markdown."""
+def lists_table(pairs: Sequence[ListPair]) -> str:
+    """Return the comparison of lists in both modes as Markdown."""
     forked = [pair for pair in pairs if pair.adaptive["stats"]["blocks"]]
     kinds = dict.fromkeys(pair.kind for pair in pairs)
     groups = {"all": pairs} | ({kind: [p for p in pairs if p.kind == kind] for kind in kinds} if len(kinds) > 1 else {})
-    head = ["questions", "answers", "have a list, serial", "have a list, adaptive", "fork"]
-    head += ["ideal speed-up", "ideal speed-up where it forks, together", "mean", "best"]
-    lines = _table(head, [_speed_row(name, group) for name, group in groups.items()])
-    lines += ["", f"The {len(forked)} questions whose answers fork:", ""]
-    modes = [[pair.answers[mode] for pair in forked] for mode in range(2)]
-    defects = sorted({kind for answers in modes for answer in answers for kind in answer.checks.defects})
-    names = ["content tokens", "ended by itself", "lists", "items", "asked-for number given", *defects]
-    columns = (_column(answers, defects) for answers in modes)
-    return [*lines, *_table(["", "serial", "adaptive"], zip(names, *columns, strict=True))]
+    speeds = markdown_table([_speed_row(name, group) for name, group in groups.items()])
+    defects = sorted({kind for pair in forked for checks in pair.checks for kind in checks.defects})
+    serial = _column([(pair.serial, pair.checks[0]) for pair in forked], defects)
+    adaptive = _column([(pair.adaptive, pair.checks[1]) for pair in forked], defects)
+    rows = [{"": name, "serial": serial[name], "adaptive": adaptive[name]} for name in serial]
+    return f"{speeds}\n\nThe {len(forked)} questions whose answers fork:\n\n{markdown_table(rows)}"
 
 
-def _speed_row(name: str, pairs: Sequence[ListPair]) -> list[Any]:
-    answers = [pair.answers[1] for pair in pairs]
-    forked = [answer.stats for answer in answers if answer.stats["blocks"]]
-    ideal = [stats["content_tokens"] / stats["critical_path"] for stats in forked]
-    listing = [sum(pair.answers[mode].checks.lists > 0 for pair in pairs) for mode in range(2)]
-    together = [_together([answer.stats for answer in answers]), _together(forked)]
-    mean, best = (f"{value:.2f}x" for value in (sum(ideal) / len(ideal), max(ideal))) if ideal else ("", "")
-    return [name, len(pairs), *listing, len(forked), *together, mean, best]
+def _speed_row(name: str, pairs: Sequence[ListPair]) -> dict[str, Any]:
+    stats = [pair.adaptive["stats"] for pair in pairs]
+    forked = [one for one in stats if one["blocks"]]
+    ideal = [one["content_tokens"] / one["critical_path"] for one in forked]
+    return {
+        "questions": name,
+        "answers": len(pairs),
+        "have a list, serial": sum(pair.checks[0].lists > 0 for pair in pairs),
+        "have a list, adaptive": sum(pair.checks[1].lists > 0 for pair in pairs),
+        "fork": len(forked),
+        "ideal speed-up": _together(stats),
+        "ideal speed-up where it forks, together": _together(forked),
+        "mean": f"{sum(ideal) / len(ideal):.2f}x" if ideal else "",
+        "best": f"{max(ideal):.2f}x" if ideal else "",
+    }
 
 
 def _together(stats: Sequence[Mapping[str, Any]]) -> str:
@@ -118,20 +114,14 @@ def _together(stats: Sequence[Mapping[str, Any]]) -> str:
     return f"{sum(s['content_tokens'] for s in stats) / path:.2f}x" if path else ""
 
 
-def _column(answers: Sequence[_Answer], defects: Sequence[str]) -> list[Any]:
-    checks = [answer.checks for answer in answers]
-    asked = [check for check in checks if check.asked is not None and check.lists]
-    ended = sum(answer.record["finish_reason"] == "stop" for answer in answers)
-    given = sum(OTHER_NUMBER not in check.defects for check in asked)
-    return [
-        sum(answer.stats["content_tokens"] for answer in answers),
-        f"{ended} of {len(answers)}",
-        sum(check.lists for check in checks),
-        sum(check.items for check in checks),
-        f"{given} of {len(asked)}",
-        *(sum(check.defects.get(kind, 0) for check in checks) for kind in defects),
-    ]
-
-
-def _table(head: Sequence[Any], rows: Any) -> list[str]:
-    return [f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows)]
+def _column(answers: Sequence[tuple[Mapping[str, Any], ListChecks]], defects: Sequence[str]) -> dict[str, Any]:
+    asked = [checks for _, checks in answers if checks.asked is not None and checks.lists]
+    ended = sum(record["finish_reason"] == "stop" for record, _ in answers)
+    return {
+        "content tokens": sum(record["stats"]["content_tokens"] for record, _ in answers),
+        "ended by itself": f"{ended} of {len(answers)}",
+        "lists": sum(checks.lists for _, checks in answers),
+        "items": sum(checks.items for _, checks in answers),
+        "asked-for number given": f"{sum(OTHER_NUMBER not in one.defects for one in asked)} of {len(asked)}",
+        **{kind: sum(checks.defects.get(kind, 0) for _, checks in answers) for kind in defects},
+    }

@@ -16,8 +16,9 @@ import openai
 
 from aspd_jax.errors import ConfigError, DataError, RequestError
 from infer.bench.decisions import MESSAGE, many_questions
+from infer.bench.records import parse_object
 from infer.decisions import Question
-from infer.evaluation.extraction import MODES, Task, read_object, spread
+from infer.evaluation.extraction import MODES, Task, spread
 
 TEXTS = ("Explain how a bicycle stays upright.", "Describe a day at the harbour.", "Explain what an index fund is.")
 GREEDY: Any = {"temperature": 0, "seed": 0}
@@ -154,7 +155,7 @@ def time_fields(server: Server, way: str, tasks: Sequence[Task]) -> list[PeerTim
         elapsed, (answer, count) = _timed(partial(server.chat, text, 400, way, **asked))
         if not number:
             continue
-        values = read_object(answer)
+        values = parse_object(answer)
         seconds.append(elapsed)
         tokens.append(count)
         right += sum(task.right(values or {}).values())

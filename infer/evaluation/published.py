@@ -19,7 +19,7 @@ from aspd_jax.errors import DataError
 from aspd_jax.jsonl import read_lines
 from aspd_jax.tool_format import read_tool_format
 from infer.engine import Engine
-from infer.evaluation.extraction import MODES, Task
+from infer.evaluation.extraction import MODES, AnyTask, Task
 from infer.request import Fields, SamplingParams
 from infer.server.tool_calls import Function, ToolCalls, ToolChoice
 
@@ -51,7 +51,6 @@ class Record(Task):
 
     @property
     def groups(self) -> Sequence[str]:
-        """See `AnyTask`."""
         return ("SOB",)
 
     def right(self, values: Mapping[str, Any]) -> dict[str, bool]:
@@ -98,13 +97,12 @@ def read_sob(file: Path) -> list[Record]:
 
 
 @dataclass(frozen=True)
-class CallTask:
+class CallTask(AnyTask):
     """A request of BFCL with functions, as a client sends it to the server.
 
     With `required`, a category of single calls also has `parallel_tool_calls: false`.
 
     Attributes:
-        id: identifier.
         category: category of BFCL.
         messages: the conversation.
         functions: descriptions of the functions, with BFCL's names of types.
@@ -112,7 +110,6 @@ class CallTask:
         choice: the request's `tool_choice`.
     """
 
-    id: str
     category: str
     messages: Sequence[Mapping[str, str]]
     functions: Sequence[Mapping[str, Any]]
@@ -121,7 +118,6 @@ class CallTask:
 
     @property
     def groups(self) -> Sequence[str]:
-        """See `AnyTask`."""
         return (self.category,)
 
     @property
@@ -131,24 +127,14 @@ class CallTask:
         return MODES if known else MODES[:1]
 
     def request(self, engine: Engine, params: SamplingParams, mode: Fields) -> tuple[Any, SamplingParams]:
-        """See `AnyTask`."""
         calls = self._calls(engine)
         tools = [function.tool for function in calls.functions]
         return engine.encode([dict(one) for one in self.messages], tools=tools), calls.params(params, mode)
 
     def read(self, engine: Engine, text: str) -> dict[str, Any]:
         """Return the calls of an answer, and its other text. Arguments that were cut off are a text."""
-        calls: list[dict[str, Any]] = []
-        other = ""
-        for piece in self._calls(engine).reader().read(text, final=True):
-            if piece.kind == "text":
-                other += piece.text
-            elif piece.kind == "call":
-                calls.append({piece.text: ""})
-            else:
-                name = next(iter(calls[piece.call]))
-                calls[piece.call][name] += piece.text
-        return {"calls": [{name: _object(text) for name, text in call.items()} for call in calls], "text": other}
+        other, calls = self._calls(engine).reader().read_whole(text)
+        return {"calls": [{name: _object(arguments)} for name, arguments in calls], "text": other}
 
     def right(self, values: Mapping[str, Any]) -> dict[str, bool]:
         """Return whether the calls are right: by BFCL's checker, or because there is one where there should be."""
@@ -164,10 +150,10 @@ class CallTask:
         return self.choice == "auto" or "parallel" in self.category
 
     def _calls(self, engine: Engine) -> ToolCalls:
-        functions = []
-        for one in self.functions:
-            parameters = {"type": "object", "properties": {}} | _json_schema(one["parameters"])  # as the server has it
-            functions.append(Function(one["name"], one.get("description", "") + HINT, parameters))
+        functions = [
+            Function(one["name"], one.get("description", "") + HINT, _json_schema(one["parameters"]))
+            for one in self.functions
+        ]
         choice = ToolChoice(self.choice, parallel=self._several)
         return ToolCalls(functions, choice, read_tool_format(engine.lm.tokenizer), engine.lm.codec.text)
 

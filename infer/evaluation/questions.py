@@ -65,7 +65,9 @@ def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Quest
     before = len(left_out)
     for number, record, reason in read_lines(file):
         try:
-            question = _question(_object(record, reason), number, section.kind)
+            if reason or not isinstance(record, dict):
+                raise DataError(reason or "not a JSON object")
+            question = _question(record, number, section.kind)
             if question.id in questions:
                 raise DataError(f"id: expected different ids, got {question.id!r} twice")
             questions[question.id] = replace(question, forks=suitable.get(question.turns[0], question.forks))
@@ -99,12 +101,6 @@ def read_suitable(file: Path, left_out: list[str]) -> dict[str, bool]:
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(f"{file}: {error}") from None
     return found
-
-
-def _object(value: Any, reason: str) -> dict[str, Any]:
-    if reason or not isinstance(value, dict):
-        raise DataError(reason or "not a JSON object")
-    return value
 
 
 def _first(record: dict[str, Any], *names: str, default: Any = None) -> Any:

@@ -7,8 +7,7 @@ job resumes from the journal.
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -26,11 +25,10 @@ from aspd_jax.structure import to_json
 from infer.answers.answer import Result
 from infer.engine import Engine, Prompt
 from infer.request import Mode, SamplingParams
-from infer.scheduling.handle import Handle
+from infer.scheduling.handle import run_together
 
 SAMPLE_SEEDS = 1_000_003  # difference between the seeds of two samples of a line
 READ = ("prompt", "messages", "structure", *ANSWERS)  # fields of a line that are read, and those of its answer
-STEPS = 256  # engine steps between two checks for finished answers
 
 
 class Item(NamedTuple):
@@ -84,56 +82,39 @@ def read_prompts(file: Path | str, chat: bool, instruction: str = "") -> list[It
 
 def _item(line: Line, chat: bool, instruction: str) -> Item:
     number, record, reason = line
-    if reason:
-        return Item(number, number, None, {}, reason)
-    if not isinstance(record, dict):
-        return Item(number, number, None, {}, "not a JSON object")
-    identifier = record.get("id")
-    name = identifier if isinstance(identifier, (str, int)) else number
-    prompt, messages = record.get("prompt"), record.get("messages")
-    kind = {"kind": record["kind"]} if "kind" in record else {}
+    name: str | int = number
     more = f" {instruction}" if instruction else ""
-    is_text = isinstance(prompt, str) and messages is None
-    if not is_text and (messages is None or messages == [] or prompt is not None):
-        reason = 'expected "prompt", a string, or "messages", a list of messages'
-        return Item(number, name, None, {}, reason)
     try:
+        if reason or not isinstance(record, dict):
+            raise DataError(reason or "not a JSON object")
+        name = record["id"] if isinstance(record.get("id"), (str, int)) else number
+        prompt, messages = record.get("prompt"), record.get("messages")
+        is_text = isinstance(prompt, str) and messages is None
+        if not is_text and (messages is None or messages == [] or prompt is not None):
+            raise DataError('expected "prompt", a string, or "messages", a list of messages')
         found = [("user", str(prompt), None)] if is_text else parse_messages(messages, "messages")
         parsed = [{"role": role, "content": content} for role, content, _ in found]
         check_record(record, READ, [message["content"] for message in parsed])
     except AspdError as error:
         return Item(number, name, None, {}, str(error))
-    if is_text:
-        asked = f"{prompt}{more}"
-        whole: Prompt = [{"role": "user", "content": asked}] if chat else asked
-        return Item(number, name, whole, kind | {"prompt": prompt})
-    asked_last = parsed[-1] | {"content": parsed[-1]["content"] + more}
-    return Item(number, name, [*parsed[:-1], asked_last], kind | {"messages": parsed})
+    source = {"kind": record["kind"]} if "kind" in record else {}
+    source |= {"prompt": prompt} if is_text else {"messages": parsed}
+    asked = [*parsed[:-1], parsed[-1] | {"content": parsed[-1]["content"] + more}]
+    return Item(number, name, asked if chat or not is_text else asked[0]["content"], source)
 
 
-def answer_items(engine: Engine, job: Job, items: Iterable[Item]) -> Iterator[tuple[Item, dict[str, Any]]]:
-    """Yield items with the records of their answers, in the order in which they end.
-
-    The engine holds at most twice its batch, so that rows do not wait for new requests. The seed of an item follows
-    from its line and sample, so that answers do not depend on interruptions.
-    """
-    left, running = deque(items), list[tuple[Item, Handle]]()
-    while left or running:
-        while left and len(running) < 2 * engine.max_batch:
-            item = left.popleft()
-            try:
-                if item.prompt is None:
-                    raise DataError(item.error)
-                seed = (job.params.seed or 0) + item.line + item.sample * SAMPLE_SEEDS
-                params = replace(job.params, seed=seed % (1 << 32))
-                running.append((item, engine.submit(item.prompt, params, job.mode)))
-            except AspdError as error:
-                yield item, {"id": item.id, "error": f"{job.source}, line {item.line}: {error}"}
-        engine.step(STEPS)
-        for item, handle in running:
-            if handle.result is not None:
-                yield item, _record(item, handle.result)
-        running = [(item, handle) for item, handle in running if handle.result is None]
+def _answer(engine: Engine, job: Job, item: Item) -> Generator[None, None, tuple[Item, dict[str, Any]]]:
+    """Answer an item. Its seed follows from its line and sample, so that answers do not depend on interruptions."""
+    try:
+        if item.prompt is None:
+            raise DataError(item.error)
+        seed = (job.params.seed or 0) + item.line + item.sample * SAMPLE_SEEDS
+        handle = engine.submit(item.prompt, replace(job.params, seed=seed % (1 << 32)), job.mode)
+    except AspdError as error:
+        return item, {"id": item.id, "error": f"{job.source}, line {item.line}: {error}"}
+    while handle.result is None:
+        yield
+    return item, _record(item, handle.result)
 
 
 @dataclass(frozen=True)
@@ -184,7 +165,8 @@ def generate_file(engine: Engine, job: Job) -> Outcome:
     resumed = len(done)
     todo = [item for item in items if (item.line, item.sample) not in done]
     with open_journal(journal, settings) as log:
-        records = answer_items(engine, job, todo)
+        # Twice the batch is submitted, so that rows do not wait for new requests.
+        records = run_together(engine.step, (_answer(engine, job, item) for item in todo), 2 * engine.max_batch)
         with waiting("compiling, and answering the first prompts", job.progress):
             first = list(islice(records, 1))
         with Bar(total=len(items), initial=resumed, unit="answer", disable=not job.progress) as bar:

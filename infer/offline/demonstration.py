@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -14,8 +13,9 @@ from rich.text import Text
 
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.pictures import rendered
-from aspd_jax.progress import programs_compiled, waiting
+from aspd_jax.progress import waiting
 from infer.answers.answer import Result, content_ids
+from infer.bench.records import Run, parse_object, record_prompt, run_compiled
 from infer.decisions import Decision, Option, Question
 from infer.engine import Engine
 from infer.request import Fields, SamplingParams
@@ -53,7 +53,6 @@ QUESTIONS = (
     _choice("What is the tone?", "angry", "sad", "friendly"),
     _choice("Who writes?", "Petra", "Anna", "John"),
 )
-Run = TypeVar("Run")
 
 
 class Cost(NamedTuple):
@@ -78,16 +77,7 @@ class Compared(NamedTuple):
 
 def order_prompt() -> list[dict[str, str]]:
     """Return the messages that ask for the fields of the order."""
-    fields = ", ".join(f"{name}{_hint(schema)}" for name, schema in ORDER_SCHEMA["properties"].items())
-    asked = f"Read the text and write one JSON object with these fields: {fields}."
-    return [{"role": "user", "content": f"{asked}\n\nText: {ORDER}"}]
-
-
-def _hint(schema: Mapping[str, Any]) -> str:
-    """Return the values that a field may have, for the prompt."""
-    if schema.get("type") == "boolean":
-        return " (true or false)"
-    return f" ({' or '.join(schema['enum'])})" if "enum" in schema else ""
+    return [{"role": "user", "content": record_prompt(ORDER, ORDER_SCHEMA)}]
 
 
 def demonstrate(lm: LanguageModel, max_length: int | None) -> None:
@@ -115,24 +105,16 @@ def demonstrate_record(console: Console, engine: Engine) -> Compared:
 
     results = {order: _measure(engine, partial(decode, order)) for order in orders}
     table = Table("field", *orders)
-    values = {order: _values(result.text) for order, (result, _) in results.items()}
+    values = {order: parse_object(result.text) or {} for order, (result, _) in results.items()}
     for field in ORDER_SCHEMA["properties"]:
-        table.add_row(field, *(values[order].get(field, "") for order in orders))
+        found = [json.dumps(own[field], ensure_ascii=False) if field in own else "" for own in values.values()]
+        table.add_row(field, *found)
     table.add_section()
     costs = {order: Cost(result.stats.steps, seconds) for order, (result, seconds) in results.items()}
     _add_costs(table, [costs[order] for order in orders])
     console.print(table)
     console.print("exact: the serial answer, token for token; the parallel values are its draft.", style="dim")
     return Compared("one record, exact fields", costs["serial"], costs["exact"])
-
-
-def _values(text: str) -> dict[str, str]:
-    """Return the values of a JSON object as JSON text; of another text none."""
-    try:
-        values = json.loads(text)
-    except ValueError:
-        return {}
-    return {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
 
 
 def demonstrate_list(console: Console, engine: Engine) -> Compared:
@@ -188,15 +170,9 @@ def _answer_label(engine: Engine, question: str, labels: Sequence[str]) -> Resul
 
 
 def _measure(engine: Engine, run: Callable[[], Run]) -> tuple[Run, float]:
-    """Run with an empty prefix cache, again if a program was compiled meanwhile; return the result and its seconds."""
+    """Run while a wait is shown; see `run_compiled`."""
     with waiting("compiling and answering"):
-        while True:
-            engine.reset_cache()
-            compiled, begun = programs_compiled(), time.perf_counter()
-            result = run()
-            seconds = time.perf_counter() - begun
-            if programs_compiled() == compiled:
-                return result, seconds
+        return run_compiled(engine, run)
 
 
 def _add_costs(table: Table, costs: Sequence[Cost]) -> None:

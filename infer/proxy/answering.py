@@ -2,39 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any
 
 from aspd_jax.structure import Branch, Item, Parallel, Serial, beginning, canonical, plain_text
 from aspd_jax.tokens import TAGS, Codec
 from infer.answers.events import Event
-from infer.answers.stop import first_match
-from infer.proxy.upstream import WRITE_TAGS, Upstream
+from infer.answers.stop import first_match, undecided
+from infer.proxy.upstream import Upstream
 from infer.request import MAX_TITLE_TOKENS, SamplingParams
+from infer.server.deltas import merged
 from infer.server.forms import token_usage
 
 TITLE_START, TITLE_END = TAGS["title_start"], TAGS["title_end"]
 FORK, BRANCH_END = TAGS["parallel_start"], TAGS["branch_end"]
-T = TypeVar("T")
+MAX_BRANCHES = 16  # of a block; further titles are dropped
 _ANY_TAG = re.compile("|".join(map(re.escape, TAGS.values())))
 _PLAN = re.compile(r"(\d+)/(\d+) ")  # prefix of a title: its number and the number of titles
 
 
 @dataclass
 class Proxied:
-    """State of an answer.
+    """An answer on an upstream server, and its state.
 
     Attributes:
+        upstream: the server.
+        codec: codec of the checkpoint's tokenizer.
+        prompt: token ids.
+        limit: maximum tokens of the answer, in reading order.
+        sampling: sampling parameters.
         items: structure so far.
         finish_reason: `stop` or `length`; empty until the answer has ended.
         requests: number of requests sent to the upstream.
         tokens: tokens of the leads and values of a template; None: those of the text.
     """
 
+    upstream: Upstream
+    codec: Codec
+    prompt: Sequence[int]
+    limit: int
+    sampling: SamplingParams
     items: list[Item] = field(default_factory=list)
     finish_reason: str = ""
     requests: int = 0
@@ -45,252 +55,209 @@ class Proxied:
         """Plain text."""
         return plain_text(canonical(self.items))
 
-    def end_before(self, stop: Sequence[str]) -> None:
+    @property
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens of the prompt and of the answer, under OpenAI's names."""
+        return token_usage(len(self.prompt), self.count(self.text) if self.tokens is None else self.tokens)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text of the answer."""
+        return self.codec.text.encode_normalised(text) if text else []
+
+    def count(self, text: str) -> int:
+        """Return the number of tokens of a text. The sum over pieces never decreases, unlike that of whole texts."""
+        return len(self.encode(text))
+
+    def ask(
+        self,
+        prompt: Sequence[int],
+        limit: int,
+        stop: Sequence[str] = (),
+        forbidden: Sequence[int] | None = None,
+        sampling: SamplingParams | None = None,
+        number: int | None = None,
+        more: Mapping[str, object] | None = None,
+    ) -> AsyncGenerator[tuple[str, str | None], None]:
+        """Count and send a request (`Upstream.complete`), by default with the answer's sampling and the next number."""
+        self.requests += 1
+        number = self.requests - 1 if number is None else number
+        return self.upstream.complete(prompt, limit, stop, forbidden, sampling or self.sampling, number, more or {})
+
+    def end_before_stop(self) -> None:
         """Truncate the answer before its first stop string, if it has one."""
-        if (match := first_match(self.text, stop)) is not None:
+        if (match := first_match(self.text, self.sampling.stop)) is not None:
             self.items, self.finish_reason = list(beginning(canonical(self.items), match.start)), "stop"
             self.tokens = None
 
 
-class Answering:
-    """Decoder of answers with blocks on an upstream server.
+async def tagged_events(answer: Proxied, adaptive: bool, in_order: bool) -> AsyncGenerator[Event, None]:
+    """Decode an answer with blocks and yield its events (`infer.answers.events`) without `done`.
 
     The titles that the model writes become one request per branch with a common prefix. After the block, the prompt of
     the next request contains the branches one after the other, so that the upstream reads them again; the engine does
     not (protocol, section 5).
 
     Args:
-        upstream: server of a checkpoint with special tokens.
-        codec: codec of the checkpoint's tokenizer.
-        ends: texts of the tokens that end an answer.
-        tags: ids of the special tokens; none: the checkpoint has none, and all answers are serial.
-        max_branches: maximum branches of a block; further titles are dropped.
+        answer: the answer, whose state is updated.
+        adaptive: whether the model may fork.
+        in_order: whether the text of blocks is yielded in reading order once it is final.
+
+    Raises:
+        UpstreamError: the upstream refuses a request or fails.
     """
-
-    def __init__(
-        self, upstream: Upstream, codec: Codec, ends: Sequence[str], tags: Sequence[int], max_branches: int = 16
-    ) -> None:
-        self._upstream, self._codec, self._ends, self._max_branches = upstream, codec, ends, max_branches
-        self._tags = tags
-
-    async def events(
-        self,
-        prompt: Sequence[int],
-        limit: int,
-        sampling: SamplingParams,
-        adaptive: bool,
-        answer: Proxied,
-        in_order: bool,
-    ) -> AsyncGenerator[Event, None]:
-        """Decode an answer and yield its events (`infer.answers.events`) without `done`.
-
-        Args:
-            prompt: token ids.
-            limit: maximum content tokens, in reading order.
-            sampling: sampling parameters.
-            adaptive: whether the model may fork.
-            answer: state that is updated.
-            in_order: whether the text of blocks is yielded in reading order once it is final.
-
-        Raises:
-            UpstreamError: the upstream refuses a request or fails.
-        """
-        special, encode = self._codec.special, self._codec.text.encode_normalised
-        prefix, left = list(prompt), limit
-        may_fork, block = adaptive and bool(self._tags), 0
-        while True:
-            written, shown, announces = "", 0, False
-            answer.items.append(Serial(""))
-            ended: str | None = None
-            forbidden = [tag for tag in self._tags if tag != special.title_start or not may_fork]
-            async with aclosing(self._ask(answer, prefix, left, [], forbidden, sampling)) as pieces:
-                async for piece, reason in pieces:
-                    written, ended = written + piece, reason or ended
-                    safe = _text_length(TITLE_START, written)
-                    if safe > shown:
-                        answer.items[-1] = Serial(written[:safe])
-                        yield Event("token", text=written[shown:safe])
-                        shown = safe
-                    if announces := may_fork and TITLE_START in written:
-                        break
-            serial = written[:shown] if announces else written
-            answer.items[-1] = Serial(serial)
-            if len(serial) > shown:
-                yield Event("token", text=serial[shown:])
-            if serial:
-                ids = encode(serial)
-                prefix, left = [*prefix, *ids], left - len(ids)
-            if left <= 0 or not announces:
-                answer.finish_reason = "length" if left <= 0 or ended == "length" else "stop"
-                return
-            number, titles = await self._titles(answer, prefix, sampling)
-            if len(titles) < 2:
-                may_fork = False  # one title makes no block; the rest of the answer is serial
-                continue
-            block += 1
-            yield Event("fork", block=block, titles=tuple(titles))
-            written_titles = [number, *titles] if self._codec.form.leads else titles
-            announced = [i for t in written_titles for i in (special.title_start, *encode(t), special.title_end)]
-            prefix = [*prefix, *announced, special.parallel_start]
-            answer.items.append(Parallel([Branch(title, "") for title in titles]))
-            # A lead is part of the text.
-            branch_pieces = [[(title, self._count(title))] * self._codec.form.leads for title in titles]
-            final, shown = set[int](), 0
-            async with aclosing(self._branches(prefix, titles, left, sampling, answer, branch_pieces, final)) as events:
-                async for event in events:
-                    first = next((n for n in range(1, len(titles)) if n not in final), len(titles))
-                    readable, left_behind = self._truncate(branch_pieces[:first], left)
-                    branches = zip(titles, [*readable, *[""] * (len(titles) - first)], strict=True)
-                    answer.items[-1] = Parallel([Branch(title, text) for title, text in branches])
-                    if not in_order:
-                        yield Event(event.kind, block, event.branch, event.text)
-                    elif new := "".join(readable)[shown:]:
-                        yield Event("token", block, first, new)
-                        shown += len(new)
-            yield Event("merge", block=block)
-            for title, parts in zip(titles, branch_pieces, strict=True):
-                text = encode("".join(piece for piece, _ in parts[self._codec.form.leads :]))
-                prefix += [special.branch_start, *encode(title), *self._codec.form.separator, *text, special.branch_end]
-            prefix.append(special.parallel_end)
-            left = left_behind
-            if left <= 0 or len(final) < len(titles):
-                answer.finish_reason = "length"
-                return
-
-    def _ask(
-        self,
-        answer: Proxied,
-        prompt: Sequence[int],
-        limit: int,
-        stop: Sequence[str],
-        forbidden: Sequence[int],
-        sampling: SamplingParams,
-    ) -> AsyncGenerator[tuple[str, str | None], None]:
-        """Count and send a request of an answer."""
-        answer.requests += 1
-        number, stops = answer.requests - 1, [*stop, *self._ends]
-        more = WRITE_TAGS if self._tags else {}
-        return self._upstream.complete(prompt, limit, stops, forbidden, sampling, number, more)
-
-    async def _titles(self, answer: Proxied, prefix: Sequence[int], sampling: SamplingParams) -> tuple[str, list[str]]:
-        """Decode the titles of a block; return the stated number of leads, empty for names, and the titles.
-
-        There is no repetition penalty, because it would also apply to the tags between titles and end the list early.
-        A line break ends a list of names: without its closing tag, a name would run into the text of the item.
-        """
-        special = self._codec.special
-        forbidden = [special.parallel_end, special.branch_start, special.branch_end]
-        # A title and its two tags, of each branch; the number of leads has fewer tokens than a title.
-        free, limit = replace(sampling, repetition_penalty=1.0), (MAX_TITLE_TOKENS + 2) * (self._max_branches + 1)
-        written, number, titles = "", "", list[str]()
-        stops = [FORK] if self._codec.form.leads else [FORK, "\n"]
-        pieces = self._ask(answer, [*prefix, special.title_start], limit, stops, forbidden, free)
-        async with aclosing(pieces):
-            async for piece, _ in pieces:
-                written += piece
-                if self._codec.form.leads:
-                    number, titles, more = read_leads(written, self._max_branches)
-                else:
-                    titles, more = _read_titles(TITLE_START + written)
-                begun = written.rpartition(TITLE_END)[2].removeprefix(TITLE_START)
-                size = self._count(begun[: _text_length(TITLE_END, begun)])
-                if not more or len(titles) == self._max_branches or size > MAX_TITLE_TOKENS:
+    special, form, encode = answer.codec.special, answer.codec.form, answer.encode
+    prefix, left = list(answer.prompt), answer.limit
+    may_fork, block = adaptive and bool(answer.upstream.tags), 0
+    while True:
+        written, shown, announces = "", 0, False
+        answer.items.append(Serial(""))
+        ended: str | None = None
+        forbidden = [tag for tag in answer.upstream.tags if tag != special.title_start or not may_fork]
+        async with aclosing(answer.ask(prefix, left, (), forbidden)) as pieces:
+            async for piece, reason in pieces:
+                written, ended = written + piece, reason or ended
+                safe = _text_length(TITLE_START, written)
+                if safe > shown:
+                    answer.items[-1] = Serial(written[:safe])
+                    yield Event("token", text=written[shown:safe])
+                    shown = safe
+                if announces := may_fork and TITLE_START in written:
                     break
-        return number, titles
-
-    @staticmethod
-    def _truncate(texts: Sequence[Sequence[tuple[str, int]]], left: int) -> tuple[list[str], int]:
-        """Join the pieces of texts up to `left` tokens in all, and return the texts and the remaining tokens."""
-        kept = []
-        for pieces in texts:
-            kept.append("")
-            for piece, size in pieces:
-                left -= size
-                kept[-1] += piece if left >= 0 else ""
-        return kept, left
-
-    def _count(self, piece: str) -> int:
-        """Return the number of tokens of a piece. The sum over pieces never decreases, unlike that of whole texts."""
-        return len(self._codec.text.encode_normalised(piece))
-
-    async def _branches(
-        self,
-        prefix: Sequence[int],
-        titles: Sequence[str],
-        left: int,
-        sampling: SamplingParams,
-        answer: Proxied,
-        branch_pieces: list[list[tuple[str, int]]],
-        final: set[int],
-    ) -> AsyncGenerator[Event, None]:
-        """Decode all branches concurrently and yield their tokens and ends.
-
-        A branch ends when its text and the texts of earlier branches so far have `left` tokens.
-
-        Args:
-            prefix: token ids before the branches.
-            titles: titles of the branches.
-            left: remaining content tokens of the answer.
-            sampling: sampling parameters.
-            answer: state of the answer, which counts requests.
-            branch_pieces: lists to which the pieces of each branch are appended, each with its number of tokens.
-            final: set to which the numbers of branches that were not cut off are added.
-        """
-        special, encode = self._codec.special, self._codec.text.encode_normalised
-        forbidden = [tag for tag in self._tags if tag != special.branch_end]
-        sizes = [sum(size for _, size in pieces) for pieces in branch_pieces]
-
-        async def grow(number: int, title: str) -> AsyncGenerator[Event, None]:
-            head, within = [special.branch_start, *encode(title), *self._codec.form.separator], True
-            for piece, _ in branch_pieces[number]:
-                yield Event("token", 1, number + 1, piece)
-            pieces = self._ask(answer, [*prefix, *head], left, [BRANCH_END], forbidden, sampling)
-            async with aclosing(pieces):
-                async for piece, reason in pieces:
-                    within = reason != "length"
-                    if piece := _ANY_TAG.sub("", piece):
-                        branch_pieces[number].append((piece, self._count(piece)))
-                        sizes[number] += branch_pieces[number][-1][1]
-                        yield Event("token", 1, number + 1, piece)
-                        if sum(sizes[: number + 1]) >= left:
-                            break
-            if within:
-                final.add(number + 1)
-            yield Event("branch", 1, number + 1, "".join(piece for piece, _ in branch_pieces[number]))
-
-        async with aclosing(merged([grow(number, title) for number, title in enumerate(titles)])) as events:
+        serial = written[:shown] if announces else written
+        answer.items[-1] = Serial(serial)
+        if len(serial) > shown:
+            yield Event("token", text=serial[shown:])
+        if serial:
+            ids = encode(serial)
+            prefix, left = [*prefix, *ids], left - len(ids)
+        if left <= 0 or not announces:
+            answer.finish_reason = "length" if left <= 0 or ended == "length" else "stop"
+            return
+        number, titles = await _titles(answer, prefix)
+        if len(titles) < 2:
+            may_fork = False  # one title makes no block; the rest of the answer is serial
+            continue
+        block += 1
+        yield Event("fork", block=block, titles=tuple(titles))
+        written_titles = [number, *titles] if form.leads else titles
+        announced = [i for t in written_titles for i in (special.title_start, *encode(t), special.title_end)]
+        prefix = [*prefix, *announced, special.parallel_start]
+        answer.items.append(Parallel([Branch(title, "") for title in titles]))
+        # A lead is part of the text.
+        branch_pieces = [[(title, answer.count(title))] * form.leads for title in titles]
+        final, shown = set[int](), 0
+        async with aclosing(_branches(answer, prefix, titles, left, branch_pieces, final)) as events:
             async for event in events:
-                yield event
+                first = next((n for n in range(1, len(titles)) if n not in final), len(titles))
+                readable, left_behind = _truncate(branch_pieces[:first], left)
+                branches = zip(titles, [*readable, *[""] * (len(titles) - first)], strict=True)
+                answer.items[-1] = Parallel([Branch(title, text) for title, text in branches])
+                if not in_order:
+                    yield Event(event.kind, block, event.branch, event.text)
+                elif new := "".join(readable)[shown:]:
+                    yield Event("token", block, first, new)
+                    shown += len(new)
+        yield Event("merge", block=block)
+        for title, parts in zip(titles, branch_pieces, strict=True):
+            text = encode("".join(piece for piece, _ in parts[form.leads :]))
+            prefix += [special.branch_start, *encode(title), *form.separator, *text, special.branch_end]
+        prefix.append(special.parallel_end)
+        left = left_behind
+        if left <= 0 or len(final) < len(titles):
+            answer.finish_reason = "length"
+            return
 
 
-async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Run generators concurrently and yield their items as they come; an error of one, or closing, closes them all."""
-    news: asyncio.Queue[tuple[T, ...] | BaseException] = asyncio.Queue()
+async def _titles(answer: Proxied, prefix: Sequence[int]) -> tuple[str, list[str]]:
+    """Decode the titles of a block; return the stated number of leads, empty for names, and the titles.
 
-    async def read(source: AsyncGenerator[T, None]) -> None:
-        try:
-            async with aclosing(source):
-                async for item in source:
-                    news.put_nowait((item,))
-            news.put_nowait(())
-        except BaseException as error:
-            news.put_nowait(error)
-            raise
+    There is no repetition penalty, because it would also apply to the tags between titles and end the list early.
+    A line break ends a list of names: without its closing tag, a name would run into the text of the item.
+    """
+    special, leads = answer.codec.special, answer.codec.form.leads
+    forbidden = [special.parallel_end, special.branch_start, special.branch_end]
+    # A title and its two tags, of each branch; the number of leads has fewer tokens than a title.
+    free, limit = replace(answer.sampling, repetition_penalty=1.0), (MAX_TITLE_TOKENS + 2) * (MAX_BRANCHES + 1)
+    written, number, titles = "", "", list[str]()
+    stops = [FORK] if leads else [FORK, "\n"]
+    pieces = answer.ask([*prefix, special.title_start], limit, stops, forbidden, free)
+    async with aclosing(pieces):
+        async for piece, _ in pieces:
+            written += piece
+            if leads:
+                number, titles, more = read_leads(written, MAX_BRANCHES)
+            else:
+                titles, more = _read_titles(TITLE_START + written)
+            begun = written.rpartition(TITLE_END)[2].removeprefix(TITLE_START)
+            size = answer.count(begun[: _text_length(TITLE_END, begun)])
+            if not more or len(titles) == MAX_BRANCHES or size > MAX_TITLE_TOKENS:
+                break
+    return number, titles
 
-    tasks = [asyncio.create_task(read(source)) for source in sources]
-    try:
-        growing = len(tasks)
-        while growing:
-            item = await news.get()
-            if isinstance(item, BaseException):
-                raise item
-            growing -= not item
-            for one in item:
-                yield one
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+
+def _truncate(texts: Sequence[Sequence[tuple[str, int]]], left: int) -> tuple[list[str], int]:
+    """Join the pieces of texts up to `left` tokens in all, and return the texts and the remaining tokens."""
+    kept = []
+    for pieces in texts:
+        kept.append("")
+        for piece, size in pieces:
+            left -= size
+            kept[-1] += piece if left >= 0 else ""
+    return kept, left
+
+
+async def _branches(
+    answer: Proxied,
+    prefix: Sequence[int],
+    titles: Sequence[str],
+    left: int,
+    branch_pieces: list[list[tuple[str, int]]],
+    final: set[int],
+) -> AsyncGenerator[Event, None]:
+    """Decode all branches concurrently and yield their tokens and ends.
+
+    A branch ends when its text and the texts of earlier branches so far have `left` tokens.
+
+    Args:
+        answer: the answer.
+        prefix: token ids before the branches.
+        titles: titles of the branches.
+        left: remaining content tokens of the answer.
+        branch_pieces: lists to which the pieces of each branch are appended, each with its number of tokens.
+        final: set to which the numbers of branches that were not cut off are added.
+    """
+    special, form, encode = answer.codec.special, answer.codec.form, answer.encode
+    forbidden = [tag for tag in answer.upstream.tags if tag != special.branch_end]
+    sizes = [sum(size for _, size in pieces) for pieces in branch_pieces]
+
+    async def grow(number: int, title: str) -> AsyncGenerator[Event, None]:
+        head, within = [special.branch_start, *encode(title), *form.separator], True
+        for piece, _ in branch_pieces[number]:
+            yield Event("token", 1, number + 1, piece)
+        pieces = answer.ask([*prefix, *head], left, [BRANCH_END], forbidden)
+        async with aclosing(pieces):
+            async for piece, reason in pieces:
+                within = reason != "length"
+                if piece := _ANY_TAG.sub("", piece):
+                    branch_pieces[number].append((piece, answer.count(piece)))
+                    sizes[number] += branch_pieces[number][-1][1]
+                    yield Event("token", 1, number + 1, piece)
+                    if sum(sizes[: number + 1]) >= left:
+                        break
+        if within:
+            final.add(number + 1)
+        yield Event("branch", 1, number + 1, "".join(piece for piece, _ in branch_pieces[number]))
+
+    async with aclosing(merged([grow(number, title) for number, title in enumerate(titles)])) as events:
+        async for event in events:
+            yield event
+
+
+async def exhaust(source: AsyncGenerator[Any, None]) -> None:
+    """Run a generator to its end."""
+    async with aclosing(source):
+        async for _ in source:
+            pass
 
 
 def _read_titles(written: str, number: int = 0) -> tuple[list[str], bool]:
@@ -357,17 +324,5 @@ def read_leads(written: str, limit: int) -> tuple[str, list[str], bool]:
 
 def _text_length(tag: str, written: str) -> int:
     """Return the length of the text before a tag, or before an ending that may become the tag."""
-    if (index := written.find(tag)) >= 0:
-        return index
-    for at in range(max(0, len(written) - len(tag) + 1), len(written)):
-        if tag.startswith(written[at:]):
-            return at
-    return len(written)
-
-
-def usage(prompt: Sequence[int], answer: Proxied, codec: Codec) -> dict[str, int]:
-    """Return the numbers of tokens of the prompt and of the answer, under OpenAI's names."""
-    generated = answer.tokens
-    if generated is None:
-        generated = len(codec.text.encode_normalised(answer.text)) if answer.text else 0
-    return token_usage(len(prompt), generated)
+    index = written.find(tag)
+    return len(written) - undecided(written, [tag]) if index < 0 else index

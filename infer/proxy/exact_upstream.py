@@ -8,7 +8,6 @@ of each token of a prompt.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
 
 import numpy as np
 
@@ -20,9 +19,9 @@ from infer.answers.events import Event
 from infer.control.draft_text import DraftText
 from infer.control.masks import drafted, next_mask, permits, tokens_of
 from infer.control.schemas import Schemas
-from infer.proxy.answering import Proxied
-from infer.proxy.filling_upstream import TemplateFilling
-from infer.proxy.upstream import ReadToken, Upstream, UpstreamError
+from infer.proxy.answering import Proxied, exhaust
+from infer.proxy.filling_upstream import check_template, template_events
+from infer.proxy.upstream import ReadToken, UpstreamError
 from infer.request import SamplingParams
 
 ALTERNATIVES = 20  # likeliest tokens that are requested in each place: the maximum of vLLM by default
@@ -35,14 +34,12 @@ class ExactAnswering:
     """Decoder of answers that are drafted as a template, and then checked on the server.
 
     Args:
-        upstream: the server.
-        filling: client that fills templates.
         codec: codec of the checkpoint's tokenizer.
         end_ids: ids of the tokens that end an answer.
     """
 
-    def __init__(self, upstream: Upstream, filling: TemplateFilling, codec: TextCodec, end_ids: Sequence[int]) -> None:
-        self._upstream, self._filling, self._codec, self._ends = upstream, filling, codec, frozenset(end_ids)
+    def __init__(self, codec: TextCodec, end_ids: Sequence[int]) -> None:
+        self._codec, self._ends = codec, frozenset(end_ids)
         self._schemas = Schemas(lambda: codec, end_ids, len(codec.byte_tokens.tokens))
 
     def check(self, sampling: SamplingParams) -> None:
@@ -59,24 +56,20 @@ class ExactAnswering:
                 raise RequestError(f"{name}: expected {expected:g} with exact fields over an upstream, got {value:g}")
         self._schemas.check_all(sampling)
 
-    async def events(
-        self, prompt: Sequence[int], limit: int, sampling: SamplingParams, answer: Proxied
-    ) -> AsyncGenerator[Event, None]:
+    async def events(self, answer: Proxied) -> AsyncGenerator[Event, None]:
         """Decode an answer and yield its events (`infer.answers.events`) without `done`.
 
         Args:
-            prompt: token ids.
-            limit: maximum tokens of the answer.
-            sampling: sampling parameters that `check` accepts.
-            answer: state that is updated.
+            answer: the answer, whose state is updated; `check` accepts its sampling parameters.
 
         Raises:
             UpstreamError: the upstream refuses a request, fails, or does not return what the check needs.
             RequestError: the answer exceeds a limit of the grammar library.
         """
-        assert sampling.answer_grammar is not None
-        matcher = self._schemas.matcher(*sampling.answer_grammar)
-        draft = DraftText(await self._draft(prompt, sampling, limit, answer), self._codec)
+        prompt, limit, grammar = answer.prompt, answer.limit, answer.sampling.answer_grammar
+        assert grammar is not None
+        matcher = self._schemas.matcher(*grammar)
+        draft = DraftText(await self._draft(answer), self._codec)
         written, stream, words = list[int](), self._codec.stream(), self._schemas.words
         answer.items, answer.tokens = [Serial("")], 0
         while not answer.finish_reason:
@@ -99,31 +92,28 @@ class ExactAnswering:
                 matcher.take([chosen])
                 draft.follow([chosen])
                 if matcher.error:
-                    raise RequestError(limit_error(*sampling.answer_grammar, matcher.error))
+                    raise RequestError(limit_error(*grammar, matcher.error))
                 if len(written) == limit:
                     answer.finish_reason = "length"
                 if answer.finish_reason or chosen != token or not (tokens or draft.next() is None):
                     break
-            shown = len(stream.text)
-            stream.extend(written)
-            answer.items, answer.tokens = [Serial(stream.text)], len(written)
-            if new := stream.text[shown:]:
+            new = stream.decode(written[answer.tokens :])
+            answer.items, answer.tokens = [Serial(answer.text + new)], len(written)
+            if new:
                 yield Event("token", text=new)
 
-    async def _draft(self, prompt: Sequence[int], sampling: SamplingParams, limit: int, answer: Proxied) -> str:
+    async def _draft(self, answer: Proxied) -> str:
         """Return the template of an answer, filled; empty: it has none, or the budget has no room for its leads."""
-        template = sampling.draft_template
+        template = answer.sampling.draft_template
         if template is None:
             return ""
         try:
-            self._filling.check(template, limit)
+            check_template(answer, template)
         except RequestError:  # the answer is decoded without a draft
             return ""
-        drafted, opening = Proxied(), self._codec.encode_exactly(template.opening)
-        events = self._filling.events([*prompt, *opening], template, limit, sampling, drafted, in_order=True)
-        async with aclosing(events):
-            async for _ in events:
-                pass
+        prompt = [*answer.prompt, *self._codec.encode_exactly(template.opening)]
+        drafted = Proxied(answer.upstream, answer.codec, prompt, answer.limit, answer.sampling)
+        await exhaust(template_events(drafted, template, in_order=True))
         answer.requests += drafted.requests
         return drafted.text
 
@@ -137,7 +127,7 @@ class ExactAnswering:
     ) -> list[ReadToken]:
         """Count and send a request (`Upstream.read`)."""
         answer.requests += 1
-        return await self._upstream.read(prompt, limit, ALTERNATIVES, echo, bias)
+        return await answer.upstream.read(prompt, limit, ALTERNATIVES, echo, bias)
 
     async def _choose(
         self, mask: np.ndarray, likeliest: Mapping[int, float], prompt: list[int], answer: Proxied
@@ -158,5 +148,5 @@ class ExactAnswering:
             return chosen
         (read,) = await self._read(prompt, 1, answer, bias={int(token): BIAS for token in permitted})
         if not permits(mask, read.token):
-            raise UpstreamError(f"{self._upstream.config.url}: expected a token that logit_bias prefers, got another")
+            raise UpstreamError(f"{answer.upstream.config.url}: expected a token that logit_bias prefers, got another")
         return read.token

@@ -12,12 +12,11 @@ from aspd_jax.errors import RequestError
 from aspd_jax.grammar_limits import first_line, parser_limits
 from aspd_jax.json_schema import read_schema
 from aspd_jax.template import Hole, Template, check_literals
-from aspd_jax.tokens import TextCodec
 from infer.answers.events import Event, FilledReader
 from infer.answers.filled import END_TOKENS, Filled, HoleText, hole_text
-from infer.proxy.answering import Proxied, merged
-from infer.proxy.upstream import Upstream, UpstreamError
-from infer.request import SamplingParams
+from infer.proxy.answering import Proxied
+from infer.proxy.upstream import UpstreamError
+from infer.server.deltas import merged
 
 MAX_BLANKS = 16  # characters of white space before a JSON value
 
@@ -40,161 +39,127 @@ class Progress(NamedTuple):
     final: bool
 
 
-class HoleRequest(NamedTuple):
-    """Request of a hole.
+def check_template(answer: Proxied, template: Template) -> None:
+    """Check that a template can be filled.
 
-    Attributes:
-        text: text around the hole.
-        prompt: token ids, lead included.
-        tokens_left: maximum tokens.
-        number: number of the hole in the order of the text.
+    Args:
+        answer: the answer.
+        template: the template.
+
+    Raises:
+        RequestError: the tokenizer has no tokens for the literal text, a schema is malformed, or the leads do not
+            fit.
     """
+    check_literals(template)
+    for hole in template.holes:
+        if hole.schema is not None:
+            try:
+                _matcher(hole.schema)
+            except RequestError as error:
+                raise RequestError(": ".join(filter(None, ["json_schema", hole.name, str(error)]))) from None
+    if (needed := _needed(answer, template, template.holes)) > answer.limit:
+        raise RequestError(f"template: expected a budget of at least {needed} tokens, got {answer.limit}.")
 
-    text: HoleText
-    prompt: list[int]
-    tokens_left: int
-    number: int
 
-
-class TemplateFilling:
-    """Client that fills templates on an upstream server.
+async def template_events(
+    answer: Proxied, template: Template, in_order: bool, constrained: bool = False
+) -> AsyncGenerator[Event, None]:
+    """Fill a template and yield its events (`infer.answers.events`) without `done`.
 
     A JSON value is first requested without a constraint. The token that ends a value may contain the text after it. A
     constraint of the value alone forbids this token, and the model continues. The stream is closed where the value
     ends. Only a value that does not fit its schema is requested again with the constraint, as `response_format`.
 
     Args:
-        upstream: the server.
-        codec: codec of the checkpoint's tokenizer.
-        ends: texts of the tokens that end an answer.
-        forbidden: ids of tokens that must not be sampled.
+        answer: the answer, whose state is updated; its prompt ends with the literal text before the first block.
+        template: the template.
+        in_order: whether the text is yielded in reading order.
+        constrained: whether values are requested with their constraint at once.
+
+    Raises:
+        UpstreamError: the upstream refuses a request, fails, or does not keep to a constraint.
     """
-
-    def __init__(self, upstream: Upstream, codec: TextCodec, ends: Sequence[str], forbidden: Sequence[int]) -> None:
-        self._upstream, self._codec, self._ends, self._forbidden = upstream, codec, ends, forbidden
-
-    def check(self, template: Template, limit: int) -> None:
-        """Check that a template can be filled.
-
-        Args:
-            template: the template.
-            limit: maximum tokens of the answer, leads included.
-
-        Raises:
-            RequestError: the tokenizer has no tokens for the literal text, a schema is malformed, or the leads do not
-                fit.
-        """
-        check_literals(template)
-        for hole in template.holes:
-            if hole.schema is not None:
-                try:
-                    _matcher(hole.schema)
-                except RequestError as error:
-                    raise RequestError(": ".join(filter(None, ["json_schema", hole.name, str(error)]))) from None
-        if (needed := self._needed(template, template.holes)) > limit:
-            raise RequestError(f"template: expected a budget of at least {needed} tokens, got {limit}.")
-
-    async def events(
-        self,
-        prompt: Sequence[int],
-        template: Template,
-        limit: int,
-        sampling: SamplingParams,
-        answer: Proxied,
-        in_order: bool,
-        constrained: bool = False,
-    ) -> AsyncGenerator[Event, None]:
-        """Fill a template and yield its events (`infer.answers.events`) without `done`.
-
-        Args:
-            prompt: token ids, those of the literal text before the first block included.
-            template: the template.
-            limit: maximum tokens of leads and values.
-            sampling: sampling parameters.
-            answer: state that is updated.
-            in_order: whether the text is yielded in reading order.
-            constrained: whether values are requested with their constraint at once.
-
-        Raises:
-            UpstreamError: the upstream refuses a request, fails, or does not keep to a constraint.
-        """
-        reader, filled = FilledReader(()), Filled(template, {})
-        context, left, waiting = list(prompt), limit, [hole for stage in template.stages for hole in stage]
-        for stage in template.stages:
-            waiting, used = waiting[len(stage) :], 0
-            spare = left - self._needed(template, waiting)
-            filled = replace(filled, blocks=(*filled.blocks, tuple(stage)), growing=frozenset(h.name for h in stage))
-            texts = [hole_text(template, hole) for hole in stage]
-            prompts = [[*context, *self._codec.encode_exactly(text.lead)] for text in texts]
-            least = sum(len(ids) - len(context) for ids in prompts)
-            sources = [
-                self._fill(
-                    HoleRequest(text, ids, spare - least, template.holes.index(text.hole)),
-                    sampling,
-                    answer,
-                    constrained,
-                )
-                for text, ids in zip(texts, prompts, strict=True)
-            ]
-            async with aclosing(_fill_block(filled, sources, least, spare)) as states:
-                async for filled, used in states:
-                    answer.items, answer.tokens = list(filled.structure), limit - left + used
-                    for event in reader.read(filled, filled.text if in_order else None):
-                        yield event
-            if filled.growing:
-                break
-            left -= used
-            context += [i for text in texts for i in self._encode_branch(text, filled.values[text.hole.name])]
-        filled = replace(filled, is_final=True)
-        answer.items, answer.finish_reason = list(filled.structure), "length" if filled.growing else "stop"
-        for event in reader.read(filled, filled.text if in_order else None):
-            yield event
-
-    def _needed(self, template: Template, holes: Sequence[Hole]) -> int:
-        """Return the tokens that holes need at least."""
-        leads = (self._codec.encode_exactly(hole_text(template, hole).lead) for hole in holes)
-        return sum(len(lead) + END_TOKENS for lead in leads if lead)
-
-    def _encode_branch(self, text: HoleText, value: str) -> list[int]:
-        """Return the tokens of a filled hole in the prompt of later holes; objects that its lead opens are closed."""
-        closed = "}" * len(text.hole.path)
-        return [
-            *self._codec.encode_exactly(text.lead),
-            *self._codec.encode_normalised(" " * text.spaced + value + closed),
+    reader, filled = FilledReader(()), Filled(template, {})
+    context, left = list(answer.prompt), answer.limit
+    waiting = [hole for stage in template.stages for hole in stage]
+    for stage in template.stages:
+        waiting, used = waiting[len(stage) :], 0
+        spare = left - _needed(answer, template, waiting)
+        filled = replace(filled, blocks=(*filled.blocks, tuple(stage)), growing=frozenset(h.name for h in stage))
+        texts = [hole_text(template, hole) for hole in stage]
+        prompts = [[*context, *answer.codec.text.encode_exactly(text.lead)] for text in texts]
+        least = sum(len(ids) - len(context) for ids in prompts)
+        sources = [
+            _fill(answer, text, ids, spare - least, template.holes.index(text.hole), constrained)
+            for text, ids in zip(texts, prompts, strict=True)
         ]
+        async with aclosing(_fill_block(filled, sources, least, spare)) as states:
+            async for filled, used in states:
+                answer.items, answer.tokens = list(filled.structure), answer.limit - left + used
+                for event in reader.read(filled, filled.text if in_order else None):
+                    yield event
+        if filled.growing:
+            break
+        left -= used
+        context += [i for text in texts for i in _encode_branch(answer, text, filled.values[text.hole.name])]
+    filled = replace(filled, is_final=True)
+    answer.items, answer.finish_reason = list(filled.structure), "length" if filled.growing else "stop"
+    for event in reader.read(filled, filled.text if in_order else None):
+        yield event
 
-    async def _fill(
-        self, request: HoleRequest, sampling: SamplingParams, answer: Proxied, constrained: bool
-    ) -> AsyncGenerator[Progress, None]:
-        """Request the value of a hole, with its constraint if `constrained`, and yield its progress."""
-        hole, written, tokens, value = request.text.hole, "", 0, ""
-        check, ended = ValueCheck(hole.schema), ""
-        more = {"response_format": response_format(hole.schema)} if constrained and hole.schema is not None else {}
-        number = 2 * request.number + constrained
-        pieces = self._upstream.complete(
-            request.prompt, request.tokens_left, self._ends, self._forbidden, sampling, number, more
-        )
-        answer.requests += 1
-        async with aclosing(pieces):
-            async for piece, reason in pieces:
-                ended, written, tokens = (
-                    reason or ended,
-                    written + piece,
-                    tokens + len(self._codec.encode_normalised(piece)),
-                )
-                value, complete = request.text.read(written, ended == "stop")
-                begins = constrained or hole.schema is None or bool(value) or len(written) <= MAX_BLANKS
-                if not (begins and check.follow(value, complete)):
-                    break
-                final = complete or constrained or hole.schema is None or ended == "length"
-                yield Progress(hole.name, value, tokens, complete, final)
-                if complete or ended == "length":
-                    return
-        if constrained:
-            raise UpstreamError(f"{self._upstream.config.url}: expected a value of {hole.name!r}, got {value[:40]!r}")
-        async with aclosing(self._fill(request, sampling, answer, constrained=True)) as again:
-            async for progress in again:
-                yield progress
+
+def _needed(answer: Proxied, template: Template, holes: Sequence[Hole]) -> int:
+    """Return the tokens that holes need at least."""
+    leads = (answer.codec.text.encode_exactly(hole_text(template, hole).lead) for hole in holes)
+    return sum(len(lead) + END_TOKENS for lead in leads if lead)
+
+
+def _encode_branch(answer: Proxied, text: HoleText, value: str) -> list[int]:
+    """Return the tokens of a filled hole in the prompt of later holes; objects that its lead opens are closed."""
+    closed = "}" * len(text.hole.path)
+    return [
+        *answer.codec.text.encode_exactly(text.lead),
+        *answer.encode(" " * text.spaced + value + closed),
+    ]
+
+
+async def _fill(
+    answer: Proxied, text: HoleText, prompt: list[int], limit: int, number: int, constrained: bool
+) -> AsyncGenerator[Progress, None]:
+    """Request the value of a hole and yield its progress.
+
+    Args:
+        answer: the answer.
+        text: text around the hole.
+        prompt: token ids, lead included.
+        limit: maximum tokens.
+        number: number of the hole in the order of the text.
+        constrained: whether the request has the constraint of the value.
+    """
+    hole, written, tokens, value = text.hole, "", 0, ""
+    check, ended = ValueCheck(hole.schema), ""
+    more: dict[str, Any] = {}
+    if constrained and hole.schema is not None:  # in OpenAI's form, which vLLM, SGLang and `aspd serve` accept
+        schema = {"name": "value", "schema": json.loads(hole.schema)}
+        more = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    pieces = answer.ask(prompt, limit, more=more, number=2 * number + constrained)
+    async with aclosing(pieces):
+        async for piece, reason in pieces:
+            ended, written = reason or ended, written + piece
+            tokens += answer.count(piece)
+            value, complete = text.read(written, ended == "stop")
+            begins = constrained or hole.schema is None or bool(value) or len(written) <= MAX_BLANKS
+            if not (begins and check.follow(value, complete)):
+                break
+            final = complete or constrained or hole.schema is None or ended == "length"
+            yield Progress(hole.name, value, tokens, complete, final)
+            if complete or ended == "length":
+                return
+    if constrained:
+        raise UpstreamError(f"{answer.upstream.config.url}: expected a value of {hole.name!r}, got {value[:40]!r}")
+    async with aclosing(_fill(answer, text, prompt, limit, number, constrained=True)) as again:
+        async for progress in again:
+            yield progress
 
 
 class ValueCheck:
@@ -233,11 +198,6 @@ def _matcher(schema: str) -> Any:
     if matcher.is_error():
         raise RequestError(first_line(matcher.get_error()))
     return matcher
-
-
-def response_format(schema: str) -> dict[str, Any]:
-    """Return the constraint of a request in OpenAI's form, which vLLM, SGLang and `aspd serve` accept."""
-    return {"type": "json_schema", "json_schema": {"name": "value", "schema": json.loads(schema)}}
 
 
 async def _fill_block(

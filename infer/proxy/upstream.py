@@ -89,10 +89,19 @@ class ReadToken(NamedTuple):
 
 
 class Upstream:
-    """Client that requests completions of token ids."""
+    """Client that requests completions of token ids.
 
-    def __init__(self, config: UpstreamConfig) -> None:
-        self.config = config
+    Args:
+        config: address and limits.
+        ends: texts of the tokens that end an answer.
+        tags: ids of the special tokens; none: the checkpoint has none, and all answers are serial.
+
+    Attributes:
+        config, tags: see above.
+    """
+
+    def __init__(self, config: UpstreamConfig, ends: Sequence[str], tags: Sequence[int]) -> None:
+        self.config, self.tags, self._ends = config, tags, ends
         self._client = openai.AsyncOpenAI(
             base_url=config.url, api_key=config.key or "none", timeout=config.timeout, max_retries=config.retries
         )
@@ -107,7 +116,7 @@ class Upstream:
         prompt: Sequence[int],
         limit: int,
         stop: Sequence[str],
-        forbidden: Sequence[int],
+        forbidden: Sequence[int] | None,
         sampling: SamplingParams,
         number: int,
         more: Mapping[str, object],
@@ -117,8 +126,8 @@ class Upstream:
         Args:
             prompt: token ids.
             limit: maximum tokens.
-            stop: strings that end the completion and are not part of it.
-            forbidden: ids of tokens that must not be sampled.
+            stop: strings that end the completion and are not part of it, beside the ends of an answer.
+            forbidden: ids of tokens that must not be sampled; None: all tags, which the text then need not show.
             sampling: sampling parameters.
             number: index of the request within its answer.
             more: further fields of the request.
@@ -126,13 +135,14 @@ class Upstream:
         Raises:
             UpstreamError: the upstream refuses the request, fails after all retries, or ends the stream early.
         """
-        bias: Mapping[str, int] = {str(token): -100 for token in forbidden}
+        bias = {str(token): -100 for token in (self.tags if forbidden is None else forbidden)}
+        shown = WRITE_TAGS if self.tags and forbidden is not None else {}
         ended = False
         with self._errors("a stream of completions"):
             async with self._semaphore:
                 stream = await self._client.completions.create(
-                    model=self.config.model, prompt=list(prompt), max_tokens=limit, stop=list(stop), stream=True,
-                    logit_bias=dict(bias), extra_body={**more, **sampling_arguments(sampling, number)},
+                    model=self.config.model, prompt=list(prompt), max_tokens=limit, stop=[*stop, *self._ends],
+                    stream=True, logit_bias=bias, extra_body={**shown, **more, **sampling_arguments(sampling, number)},
                 )  # fmt: skip
                 async with stream as pieces:  # closing this generator cancels the request
                     async for piece in pieces:

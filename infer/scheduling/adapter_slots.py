@@ -25,6 +25,7 @@ class AdapterSlots:
         self._slots = [0] * lm.config.adapters  # number of the adapter in each slot; 0: none
         self._names: dict[str, int] = {}
         self._numbers = count(1)
+        self._tagged: set[int] = set()  # numbers of the adapters that were trained with tags
         self._users: list[int] = []  # numbers of the adapters of all requests that have not ended
 
     @property
@@ -46,6 +47,10 @@ class AdapterSlots:
                 else f"adapter: expected the base model, got {name!r}; loaded: none"
             )
         return self._names[name] if name else 0
+
+    def tagged(self, name: str) -> bool:
+        """Return whether the model with this adapter was trained with tags; for errors see `number`."""
+        return self._lm.tagged or self.number(name) in self._tagged
 
     def loaded(self, number: int) -> bool:
         """Return whether an adapter has a slot; true for 0."""
@@ -84,8 +89,12 @@ class AdapterSlots:
             raise RequestError(
                 f"adapter slots: expected a free one, got {len(self._slots)} in use. Remove an adapter first."
             )
-        put_adapter(self._lm, free[0], open_adapter(folder))
-        self._names[name] = self._slots[free[0]] = next(self._numbers)
+        adapter = open_adapter(folder)
+        put_adapter(self._lm, free[0], adapter)
+        number = next(self._numbers)
+        if "positions" in adapter.settings:
+            self._tagged.add(number)
+        self._names[name] = self._slots[free[0]] = number  # last: other threads select it from here on
 
     def remove(self, name: str) -> None:
         """Remove the name of an adapter; requests that selected it keep it.

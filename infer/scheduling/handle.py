@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from itertools import chain
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from infer.request import Request, Stream
 from infer.scheduling.prefix_cache import RowMemory
 
 STREAM_STEPS = 4  # steps between the events of an owner who iterates without `max_steps`
+CHECK_STEPS = 256  # steps between two checks for finished answers of many requests
+Done = TypeVar("Done")
 
 
 class Executor(Protocol):
@@ -175,3 +178,27 @@ class Handle:
     def retry(self) -> None:
         """Wait again after a failure. The answer will be the same, so its events continue where they stopped."""
         self.failed, self.steps = False, np.zeros(2, np.int64)
+
+
+def run_together(
+    step: Callable[[int], object], jobs: Iterable[Generator[None, None, Done]], limit: int
+) -> Iterator[Done]:
+    """Run generators that submit requests and yield while these are under way; yield what they return as they end.
+
+    Args:
+        step: runs at most the given number of steps (`Engine.step`).
+        jobs: the generators, which start in this order.
+        limit: maximum number of generators that have started and not ended.
+    """
+    waiting, running = iter(jobs), list[Generator[None, None, Done]]()
+    while True:
+        following, running = chain(running, waiting), []
+        while len(running) < limit and (job := next(following, None)) is not None:
+            try:
+                next(job)
+                running.append(job)
+            except StopIteration as end:
+                yield end.value
+        if not running:
+            return
+        step(CHECK_STEPS)

@@ -8,36 +8,38 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.middleware.cors import CORSMiddleware
 
 from aspd_jax.errors import RequestError
 from aspd_jax.progress import programs_compiled
 from aspd_jax.tool_format import read_tool_format
 from infer.answers.answer import Result
+from infer.answers.events import Event
+from infer.answers.values import request_values
 from infer.engine import Engine
 from infer.request import PromptTooLong, SamplingParams
 from infer.request import Request as DecodingRequest
 from infer.server.config import ServerConfig
 from infer.server.decisions import DecisionsRequest, SystemOneRequest
-from infer.server.deltas import Delta, branch_deltas, text_deltas
-from infer.server.engine_thread import Broken, Busy, EngineThread, Ticket
-from infer.server.forms import Answer, Chat, Chunks, Form, Text, name_ignored, reply, statistics, token_usage, usage
-from infer.server.guard import add_guard, while_connected
-from infer.server.messages import ChatRequest, Common, CompletionRequest, LoadAdapter, UnloadAdapter
+from infer.server.deltas import branch_deltas, merged, text_deltas
+from infer.server.engine_thread import EngineThread, Ticket, engine_error
+from infer.server.forms import Answer, Chat, Chunks, Form, Text, ToolChat, reply, statistics, token_usage, usage
+from infer.server.guard import REQUEST_ID, Guard, while_connected
+from infer.server.messages import ChatRequest, Common, CompletionRequest, Conversation, LoadAdapter, UnloadAdapter
 from infer.server.prometheus import Metrics
-from infer.server.refusals import INVALID, Refused, add_refusals, error_body
+from infer.server.refusals import INVALID, Refused, add_refusals
 from infer.server.responses import NOT_STORED, ResponsesRequest, reply_response
 from infer.server.tool_calls import ToolCalls, ToolChoice, check_schemas
-from infer.server.tool_forms import ToolChat
 
 log = logging.getLogger("aspd.server")
 OPEN = ("/", "/health", "/live")  # paths that need no key
@@ -49,9 +51,6 @@ POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-
-# Index of an answer, its new deltas, its number of tokens so far, and its result once it has ended.
-News: TypeAlias = tuple[int, list[Delta], int, Result | Broken | None]
 
 
 def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
@@ -68,7 +67,14 @@ def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     app = FastAPI(title="aspd", docs_url=None, redoc_url=None, lifespan=life)
     app.state.engine_thread = engine_thread
     server = _Server(engine, config, engine_thread, metrics)
-    add_guard(app, config.max_body, config.body_timeout, config.origins, server.check, server.count)
+    app.add_middleware(
+        Guard, max_body=config.max_body, body_timeout=config.body_timeout, check=server.check, count=server.count
+    )
+    if config.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(config.origins), allow_methods=["GET", "POST"], allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "retry-after", "x-aspd-ignored"],
+        )  # fmt: skip
     add_refusals(app)
     errors: dict[int | str, dict[str, Any]] = {
         status: {"description": what}
@@ -106,6 +112,12 @@ def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     return app
 
 
+def _refusal(error: RequestError, param: str | None = None) -> Refused:
+    """Return the response to a request that the engine refuses; `param`: field of the request."""
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    return Refused(400, str(error), INVALID, code, param)
+
+
 class _Server:
     def __init__(self, engine: Engine, config: ServerConfig, engine_thread: EngineThread, metrics: Metrics) -> None:
         self._engine, self._config, self._thread, self._metrics = engine, config, engine_thread, metrics
@@ -139,24 +151,18 @@ class _Server:
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a request for OpenAI's chat completions."""
-        calls = await self._tool_calls(body)
-        form = Chat() if calls is None else ToolChat(calls)
-        answer = await self._answer(request, body, [body.conversation], form, body.continue_final_message, calls)
-        return await name_ignored(reply(answer), body)
+        return reply(body, await self._converse(request, body))
 
     async def respond(self, request: Request, body: ResponsesRequest) -> Response:
         """Answer a request for OpenAI's responses."""
-        calls = await self._tool_calls(body)
-        form = Chat() if calls is None else ToolChat(calls)
-        answer = await self._answer(request, body, [body.conversation], form, calls=calls)
-        return await name_ignored(reply_response(body, answer), body)
+        return reply_response(body, await self._converse(request, body))
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         """Answer a request for OpenAI's completions."""
-        decode, prompts = self._engine.lm.codec.text.decode, body.prompts
+        decode, prompts = self._engine.lm.codec.text.decode, body.task.prompts
         texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if body.echo else []
-        answer = await self._answer(request, body, prompts, Text(texts, body.choices, body.return_tokens_as_token_ids))
-        return await name_ignored(reply(answer), body)
+        form = Text(texts, body.task.choices, body.return_tokens_as_token_ids)
+        return reply(body, await self._answer(request, body, form))
 
     async def decide(self, request: Request, body: DecisionsRequest) -> Response:
         """Answer a request for OpenAI's decisions."""
@@ -210,8 +216,8 @@ class _Server:
     async def health(self) -> Response:
         """Return 200 when the server is ready: warm-up has ended and the engine runs."""
         ready = self._thread.ready.is_set()
-        now = self._thread.occupancy
-        status = {"status": "ready" if ready else "not ready", "running": now.running, "waiting": now.waiting}
+        running, waiting = self._thread.occupancy
+        status = {"status": "ready" if ready else "not ready", "running": running, "waiting": waiting}
         return JSONResponse(status, 200 if ready else 503)
 
     async def live(self) -> Response:
@@ -249,38 +255,31 @@ class _Server:
         message = f"unknown model {name!r}; available: {', '.join(map(repr, self._names))}"
         return Refused(404, message, INVALID, "model_not_found", "model")
 
-    async def _tool_calls(self, body: ChatRequest | ResponsesRequest) -> ToolCalls | None:
-        """Return the calls that answers to a request may have; None: none.
+    async def _converse(self, request: Request, body: Conversation) -> Answer:
+        """Answer a request for the next message of a conversation, which may call tools.
 
         Raises:
             Refused: a schema is not supported, or the format of the model's calls cannot be read.
         """
-        if body.calling is None:
-            return None
+        if body.task.calling is None:
+            return await self._answer(request, body, Chat())
         try:
-            return await asyncio.to_thread(self._read_calls, body, body.calling)
+            calls = await asyncio.to_thread(self._read_calls, body, body.task.calling)
         except RequestError as error:
             raise Refused(400, str(error), param="tools") from None
+        return await self._answer(request, body, ToolChat(calls))
 
-    def _read_calls(self, body: ChatRequest | ResponsesRequest, choice: ToolChoice) -> ToolCalls:
+    def _read_calls(self, body: Conversation, choice: ToolChoice) -> ToolCalls:
         lm = self._engine.lm
         if getattr(lm.tokenizer, "chat_template", None) is None:
             raise RequestError("tools: expected a model with a chat template, got one without")
-        check_schemas(body.functions, body.schema_place)
+        check_schemas(body.task.functions, body.schema_place)
         form = read_tool_format(lm.tokenizer)
-        return ToolCalls(body.functions, choice, form, lm.codec.text, body.constraint().get("json_schema"))
+        return ToolCalls(body.task.functions, choice, form, lm.codec.text, body.constraint().get("json_schema"))
 
-    async def _answer(
-        self,
-        request: Request,
-        body: Any,
-        prompts: Sequence[Any],
-        form: Form,
-        continues: bool = False,
-        calls: ToolCalls | None = None,
-    ) -> Answer:
-        adapter = self._adapter(body.model)
-        count, limit = body.choices, self._config.max_choices
+    async def _answer(self, request: Request, body: Common, form: Form) -> Answer:
+        adapter, calls = self._adapter(body.model), form.calls if isinstance(form, ToolChat) else None
+        prompts, count, limit = body.task.prompts, body.task.choices, self._config.max_choices
         if count > limit:
             raise Refused(400, f"n: expected at most {limit} answers, got {count}", param="n")
         capacity = self._engine.max_batch + self._config.max_waiting
@@ -288,42 +287,35 @@ class _Server:
             expected = f"at most {capacity // count} prompts with {count} answers each"
             raise Refused(400, f"prompt: expected {expected}, got {len(prompts)}", param="prompt")
         try:
-            requests = await asyncio.to_thread(self._requests, body, prompts, adapter, continues, calls)
+            requests = await asyncio.to_thread(self._requests, body, adapter, calls)
         except RequestError as error:
-            too_long = isinstance(error, PromptTooLong)
-            code = "context_length_exceeded" if too_long else None
-            raise Refused(400, str(error), INVALID, code) from None
+            raise _refusal(error) from None
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}") from None
-        compiled_before = programs_compiled()
-        echo = isinstance(body, CompletionRequest) and body.echo
         stream = body.aspd.stream if body.stream else None
-        details: dict[str, Any] = {"stream": stream, "alternatives": body.alternatives, "echo": echo}
-        tickets = self._submit([replace(request, **details) for request in requests])
+        details: dict[str, Any] = {
+            "stream": stream, "alternatives": body.task.alternatives, "echo": body.task.echo
+        }  # fmt: skip
+        tickets = self._thread.submit([replace(request, **details) for request in requests])
         head = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
-        deadline = time.monotonic() + self._config.timeout
         if body.stream:
-            return self._stream(body, tickets, form, head, deadline, compiled_before)
-        return await self._whole(request, body, tickets, form, head, deadline, compiled_before)
+            return self._stream(body, tickets, form, head)
+        return await self._whole(request, body, tickets, form, head)
 
-    def _requests(
-        self, body: Common, prompts: Sequence[Any], adapter: str, continues: bool, calls: ToolCalls | None
-    ) -> list[DecodingRequest]:
+    def _requests(self, body: Common, adapter: str, calls: ToolCalls | None) -> list[DecodingRequest]:
         """Return the requests of all prompts, one for each answer."""
         requests: list[DecodingRequest] = []
-        variables, tools = body.template_variables, [] if calls is None else [f.tool for f in calls.functions]
-        for number, prompt in enumerate(prompts):
+        task, own, tools = body.task, body.aspd, [] if calls is None else [f.tool for f in calls.functions]
+        details = (own.mode, adapter, task.continues, task.variables, tools, own.lists)
+        for number, prompt in enumerate(task.prompts):
             try:
-                for choice in range(body.choices):
-                    params, mode = self._params(body, choice, calls), body.aspd.mode
-                    requests.append(
-                        self._engine.check(prompt, params, mode, adapter, continues, variables, tools, body.aspd.lists)
-                    )
+                for choice in range(task.choices):
+                    requests.append(self._engine.check(prompt, self._params(body, choice, calls), *details))
             except RequestError as error:
                 told = str(error)
                 if body.aspd.content is not None:  # it is the script of its answer
                     told = told.replace("script: ", "aspd.content: ", 1)
-                raise type(error)(f"prompt[{number}]: {told}" if len(prompts) > 1 else told) from None
+                raise type(error)(f"prompt[{number}]: {told}" if len(task.prompts) > 1 else told) from None
         return requests
 
     def _params(self, body: Common, choice: int, calls: ToolCalls | None) -> SamplingParams:
@@ -346,155 +338,101 @@ class _Server:
         try:
             asked = await asyncio.to_thread(self._engine.ask, *body.asked, calibration, adapter)
         except RequestError as error:
-            field = "questions" if str(error).startswith("questions") else body.input_field
-            raise Refused(
-                400, str(error), INVALID, "context_length_exceeded" if isinstance(error, PromptTooLong) else None, field
-            ) from None
-        tickets = self._submit([one.request for one in asked.asked])
-        results = await self._finished(request, tickets, time.monotonic() + self._config.timeout)
+            raise _refusal(error, "questions" if str(error).startswith("questions") else body.input_field) from None
+        tickets = self._thread.submit([one.request for one in asked.asked])
+        results = await self._results(request, tickets)
         decisions = self._engine.read_decisions(asked, [result.scores for result in results])
         return JSONResponse(body.response(decisions, results))
 
-    def _submit(self, requests: Sequence[DecodingRequest]) -> list[Ticket]:
-        try:
-            return self._thread.submit(requests)
-        except Busy as busy:
-            kind, wait = "rate_limit_exceeded", str(busy.seconds)
-            raise Refused(429, str(busy), kind, "queue_full", headers={"Retry-After": wait}) from None
-
-    async def _finished(self, request: Request, tickets: Sequence[Ticket], deadline: float) -> list[Result]:
+    async def _results(self, request: Request, tickets: Sequence[Ticket]) -> list[Result]:
         """Return the results of tickets.
 
         Raises:
-            Refused: the time has passed, the client has disconnected, or the engine failed.
+            Refused: the client has disconnected, or see `Ticket.stream`.
         """
+
+        async def results() -> list[Result]:
+            return [await ticket.result() for ticket in tickets]
+
         try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                return await while_connected(self._results(tickets), request)
-        except TimeoutError:
-            raise Refused(504, f"no answer within {self._config.timeout:g} s", "timeout", "timeout") from None
-        except Broken:
-            raise Refused(500, "the server failed on this request", "server_error") from None
+            return await while_connected(results(), request)
         finally:
             for ticket in tickets:
-                self._thread.cancel(ticket)
+                ticket.cancelled = True
 
     async def _whole(
-        self,
-        request: Request,
-        body: Common,
-        tickets: Sequence[Ticket],
-        form: Form,
-        head: Any,
-        deadline: float,
-        compiled_before: int,
+        self, request: Request, body: Common, tickets: Sequence[Ticket], form: Form, head: Any
     ) -> dict[str, Any]:
-        finished = await self._finished(request, tickets, deadline)
-        try:
-            logprobs = [self._logprobs(form, ticket) for ticket in tickets]
-        except Broken:
-            raise Refused(500, "the server failed on this request", "server_error") from None
+        results = await self._results(request, tickets)
+        pairs = list(zip(tickets, results, strict=True))
         choices = [
-            form.choice(number, result, values)
-            for number, (result, values) in enumerate(zip(finished, logprobs, strict=True))
+            form.choice(number, result, self._logprobs(form, ticket)) for number, (ticket, result) in enumerate(pairs)
         ]
-        counted = usage(finished, body.choices, body.predicted is not None)
-        answer = {**head, "object": form.whole, "choices": choices, "usage": counted}
+        answer = {**head, "object": form.whole, "choices": choices, "usage": usage(body.task, results)}
         if body.aspd.statistics:
-            pairs = zip(tickets, finished, strict=True)
-            answer["aspd"] = [self._extension(form, ticket, result, compiled_before) for ticket, result in pairs]
+            answer["aspd"] = [self._extension(form, *pair) for pair in pairs]
         return answer
-
-    async def _results(self, tickets: Sequence[Ticket]) -> list[Result]:
-        return [await self._result(ticket) for ticket in tickets]
-
-    async def _result(self, ticket: Ticket) -> Result:
-        async for news in ticket.stream():
-            if (result := news[-1].result) is not None:
-                if result.error:
-                    raise Refused(400, result.error)
-                return result
-        raise Broken
 
     # Streams.
 
-    async def _stream(
-        self, body: Common, tickets: Sequence[Ticket], form: Form, head: Any, deadline: float, compiled_before: int
-    ) -> Chunks:
+    async def _stream(self, body: Common, tickets: Sequence[Ticket], form: Form, head: Any) -> Chunks:
         """Yield the chunks of all answers to a request as they are decoded; the last one may be an error."""
-        news: asyncio.Queue[News] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._follow(number, t, body, news)) for number, t in enumerate(tickets)]
         head = head | {"object": form.part}
         extra: dict[str, Any] = {"usage": None} if body.with_usage else {}
+        make_deltas = branch_deltas if body.aspd.stream == "branches" else text_deltas
         results: dict[int, Result] = {}
         tokens = [0] * len(tickets)
+
+        async def numbered(number: int, ticket: Ticket) -> AsyncGenerator[tuple[int, list[Event]], None]:
+            async for events in ticket.stream():
+                yield number, events
+
         try:
             yield [
                 {**head, "choices": [choice], **extra}
                 for number in range(len(tickets))
                 for choice in form.opening(number)
             ]
-            while len(results) < len(tickets):
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                    number, deltas, tokens[number], end = await news.get()
-                if isinstance(end, Broken):
-                    raise end
-                if end is not None and end.error:
-                    yield [error_body(end.error, INVALID)]
-                    return
-                if body.with_growing_usage:
-                    prompts = sum(len(ticket.request.prompt) for ticket in tickets[:: body.choices])
-                    extra = {"usage": token_usage(prompts, sum(tokens))}
-                choices = [choice for delta in deltas for choice in form.delta(number, delta)]
-                if end is not None:
-                    results[number] = end
-                    logprobs = self._logprobs(form, tickets[number])
-                    choices += form.closing(number, end, logprobs)
-                events = [{**head, "choices": [choice], **extra} for choice in choices]
-                if end is not None and body.aspd.statistics:
-                    events[-1]["aspd"] = self._extension(form, tickets[number], end, compiled_before)
-                if events:
-                    yield events
+            async with aclosing(merged([numbered(*pair) for pair in enumerate(tickets)])) as news:
+                async for number, events in news:
+                    result = events[-1].result
+                    tokens[number] += sum(len(event.token_ids) for event in events if event.kind == "token")
+                    choices = [choice for delta in make_deltas(events) for choice in form.delta(number, delta)]
+                    if result is not None:
+                        results[number], tokens[number] = result, result.stats.content_tokens
+                        choices += form.closing(number, result, self._logprobs(form, tickets[number]))
+                    if body.with_growing_usage:
+                        prompts = sum(len(ticket.request.prompt) for ticket in tickets[:: body.task.choices])
+                        extra = {"usage": token_usage(prompts, sum(tokens))}
+                    chunks = [{**head, "choices": [choice], **extra} for choice in choices]
+                    if result is not None and body.aspd.statistics:
+                        chunks[-1]["aspd"] = self._extension(form, tickets[number], result)
+                    if chunks:
+                        yield chunks
             if body.with_usage:
                 finished = [results[number] for number in range(len(tickets))]
-                yield [{**head, "choices": [], "usage": usage(finished, body.choices, body.predicted is not None)}]
-        except TimeoutError:
-            yield [error_body(f"no answer within {self._config.timeout:g} s", "timeout", "timeout")]
-        except Broken:
-            yield [error_body("the server failed on this request", "server_error")]
+                yield [{**head, "choices": [], "usage": usage(body.task, finished)}]
+        except Refused as refused:
+            yield [refused.body]
+        except Exception:
+            log.exception("the stream of answer %s", head["id"])
+            yield [engine_error().body]
         finally:
             for ticket in tickets:
-                self._thread.cancel(ticket)
-            for task in tasks:
-                task.cancel()
-
-    async def _follow(self, number: int, ticket: Ticket, body: Common, news: asyncio.Queue[News]) -> None:
-        make_deltas = branch_deltas if body.aspd.stream == "branches" else text_deltas
-        tokens = 0
-        try:
-            async for events in ticket.stream():
-                result = events[-1].result
-                tokens += sum(len(event.token_ids) for event in events if event.kind == "token")
-                count = tokens if result is None else result.stats.content_tokens
-                news.put_nowait((number, make_deltas(events), count, result))
-        except Exception as error:
-            if not isinstance(error, Broken):
-                log.exception("the stream of an answer")
-            news.put_nowait((number, [], tokens, Broken()))
+                ticket.cancelled = True
 
     def _logprobs(self, form: Form, ticket: Ticket) -> Any:
-        if ticket.request.alternatives is None:
+        if ticket.request.alternatives is None or ticket.logprobs is None:
             return None
-        if ticket.logprobs is None:
-            raise Broken
         prompt = len(ticket.request.prompt) if ticket.request.echo else 0
         tokens = [token.first(ticket.request.alternatives) for token in ticket.logprobs]
         return form.logprobs(tokens, self._engine.lm.codec.text, prompt)
 
-    def _extension(self, form: Form, ticket: Ticket, result: Result, compiled_before: int) -> dict[str, Any]:
+    def _extension(self, form: Form, ticket: Ticket, result: Result) -> dict[str, Any]:
         """Return the statistics of an answer, and with log probabilities of a JSON answer those of its values."""
-        found = statistics(result, programs_compiled() - compiled_before)
+        found = statistics(result, programs_compiled() - ticket.programs)
         if ticket.logprobs is None:
             return found
-        values = form.values(ticket.request, result, ticket.logprobs, self._engine.lm.codec.text)
+        find = form.values if isinstance(form, ToolChat) else request_values
+        values = find(ticket.request, result, ticket.logprobs, self._engine.lm.codec.text)
         return found if values is None else found | {"values": [value.to_json() for value in values]}

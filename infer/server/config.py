@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from aspd_jax.configuration import at_least, check_port
+from aspd_jax.configuration import Check, Count, Natural, Section, check_port
 from aspd_jax.errors import ConfigError
-from aspd_jax.layout import check_choice
 from infer.decisions import Calibration
 from infer.request import Fields
 
 MAX_CONNECTIONS = 4096  # further ones get 503
 WarmUp = Literal["none", "first", "all"]
+Seconds = Annotated[float, Check("more than 0 seconds", lambda value: value > 0)]
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(Section):
     """Address and limits of a server.
 
     Attributes:
@@ -47,28 +47,20 @@ class ServerConfig:
     adapter_folder: str = ""
     keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
-    max_waiting: int = 64
-    max_body: int = 1 << 20
-    body_timeout: float = 20.0
-    max_choices: int = 8
-    max_new_tokens: int = 2048
-    timeout: float = 300.0
-    chunk: float = 0.03
-    drain: float = 30.0
+    max_waiting: Natural = 64
+    max_body: Count = 1 << 20
+    body_timeout: Seconds = 20.0
+    max_choices: Count = 8
+    max_new_tokens: Count = 2048
+    timeout: Seconds = 300.0
+    chunk: Seconds = 0.03
+    drain: Seconds = 30.0
     fields: Fields = "exact"
     calibration: Calibration = "orders"
     warm_up: WarmUp = "first"
 
     def __post_init__(self) -> None:
-        check_choice("warm_up", self.warm_up, WarmUp)
-        check_choice("fields", self.fields, Fields)
-        check_choice("calibration", self.calibration, Calibration)
-        for name in ("max_body", "max_choices", "max_new_tokens"):
-            at_least(name, getattr(self, name), 1)
-        at_least("max_waiting", self.max_waiting, 0)
-        for name in ("body_timeout", "timeout", "chunk", "drain"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}: expected more than 0 seconds, got {getattr(self, name)}")
+        super().__post_init__()
         if self.adapter_folder and not Path(self.adapter_folder).is_dir():
             raise ConfigError(f"adapter_folder: expected a folder, got {self.adapter_folder}.")
         for origin in self.origins:

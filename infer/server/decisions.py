@@ -13,6 +13,7 @@ from pydantic import Field, StrictBool, StrictStr, model_validator
 from aspd_jax.errors import RequestError
 from infer.answers.answer import Result
 from infer.decisions import MAX_OPTIONS, MAX_QUESTIONS, Calibration, Decision, Option, Question
+from infer.server.forms import response_usage
 from infer.server.messages import Part
 from infer.server.neutral import FAST, REQUEST, Neutral, Strict, fault
 from infer.server.responses import InputItem, conversation
@@ -179,10 +180,7 @@ class Decisions(Strict):
         """
         tokens = sum(result.stats.prompt_tokens + result.stats.scored_tokens for result in results)
         cached = sum(result.stats.reused_tokens for result in results)
-        usage = {
-            "input_tokens": tokens, "input_tokens_details": {"cache_write_tokens": 0, "cached_tokens": cached},
-            "output_tokens": 0, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": tokens,
-        }  # fmt: skip
+        usage = response_usage(tokens, cached, 0)
         steps, outside = sum(result.stats.steps for result in results), [decision.outside for decision in decisions]
         own = {"outside": outside, "steps": steps}
         return {"model": self.model, "answers": self.answers(decisions), "usage": usage, "aspd": own}

@@ -1,11 +1,15 @@
-"""Conversion of events to the deltas of a stream."""
+"""Conversion of events to the deltas of a stream, and of several streams to one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple, TypeVar
 
 from infer.answers.events import Event
+
+T = TypeVar("T")
 
 
 class Delta(NamedTuple):
@@ -38,3 +42,33 @@ def branch_deltas(events: Sequence[Event]) -> list[Delta]:
         elif event.kind in ("branch", "merge"):
             deltas.append(Delta("", place))
     return deltas
+
+
+async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Run generators concurrently and yield their items as they come; an error of one, or closing, closes them all."""
+    news: asyncio.Queue[tuple[T, ...] | BaseException] = asyncio.Queue()
+
+    async def read(source: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(source):
+                async for item in source:
+                    news.put_nowait((item,))
+            news.put_nowait(())
+        except BaseException as error:
+            news.put_nowait(error)
+            raise
+
+    tasks = [asyncio.create_task(read(source)) for source in sources]
+    try:
+        growing = len(tasks)
+        while growing:
+            item = await news.get()
+            if isinstance(item, BaseException):
+                raise item
+            growing -= not item
+            for one in item:
+                yield one
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -7,20 +7,21 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
 import jax
 
+from aspd_jax.progress import programs_compiled
 from infer.answers.answer import Result, TokenLogprob
 from infer.answers.events import Event
 from infer.engine import Engine
 from infer.lockstep import Lockstep, StepCommand
 from infer.request import Request
-from infer.scheduling.handle import Handle
 from infer.server.config import ServerConfig
+from infer.server.refusals import Refused
 
 log = logging.getLogger("aspd.server")
 FIRST_STEPS = 4  # steps of the first chunk, before the duration of a step is known
@@ -29,37 +30,34 @@ REPLACED = "model: the adapter was removed or replaced before the request began"
 HEARTBEAT = 5.0  # seconds between commands of an idle engine in several processes, which wait for the next
 
 
-class Busy(Exception):
-    """Too many requests wait; `seconds`: time after which a client may try again."""
-
-    def __init__(self, seconds: int) -> None:
-        super().__init__(f"too many requests wait; try again in {seconds} s")
-        self.seconds = seconds
-
-
-class Broken(Exception):
-    """The engine failed on this request even alone, or the server stopped."""
+def engine_error() -> Refused:
+    """Return the error of a request on which the engine failed even alone, or that a stop of the server ended."""
+    return Refused(500, "the server failed on this request", "server_error")
 
 
 class Ticket:
-    """Handle of a request and a queue of its events, which are read on the event loop that made the ticket.
+    """A request and a queue of its events, which are read on the event loop that made the ticket.
+
+    Args:
+        request: the request.
+        number: unique number.
+        timeout: maximum seconds to the last event.
 
     Attributes:
-        request: the request.
-        number: unique number, once the engine's thread has the request.
-        handle: handle of the request, once it is submitted.
+        request, number: see above.
+        programs: number of compiled programs when the ticket was made.
         logprobs: log probabilities (`Engine.logprobs`), set before `done`; None: not asked for, or they failed.
         events: new events of each chunk; None: the engine failed.
-        cancelled: whether the client cancelled the request.
+        cancelled: whether the client cancelled the request, whose row is free after the current chunk.
     """
 
-    def __init__(self, request: Request) -> None:
-        self.request, self.number = request, 0
-        self.handle: Handle | None = None
+    def __init__(self, request: Request, number: int, timeout: float) -> None:
+        self.request, self.number, self.programs = request, number, programs_compiled()
         self.logprobs: list[TokenLogprob] | None = None
         self.events: asyncio.Queue[list[Event] | None] = asyncio.Queue()
         self.cancelled = False
         self._loop = asyncio.get_running_loop()
+        self._timeout, self._deadline = timeout, self._loop.time() + timeout
 
     def send(self, events: list[Event] | None) -> None:
         """Queue events; None: the engine failed, and no further events follow. May be called from any thread."""
@@ -72,49 +70,53 @@ class Ticket:
         """Yield the new events of each chunk, up to `done`.
 
         Raises:
-            Broken: the engine failed.
+            Refused: the time has passed, the engine failed, or the request cannot be answered.
         """
         while True:
-            events = await self.events.get()
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    events = await self.events.get()
+            except TimeoutError:
+                raise Refused(504, f"no answer within {self._timeout:g} s", "timeout", "timeout") from None
             if events is None:
-                raise Broken
+                raise engine_error()
+            if (result := events[-1].result) is not None:
+                if result.error:
+                    raise Refused(400, result.error)
+                if self.logprobs is None and self.request.alternatives is not None:
+                    raise engine_error()
             yield events
-            if events[-1].kind == "done":
+            if result is not None:
                 return
 
+    async def result(self) -> Result:
+        """Return the result.
 
-class AdapterChange:
+        Raises:
+            Refused: see `stream`.
+        """
+        results = [events[-1].result async for events in self.stream()]
+        assert results[-1] is not None
+        return results[-1]
+
+
+class AdapterChange(NamedTuple):
     """Load or removal of an adapter, to be done by the engine's thread.
 
-    Args:
+    Attributes:
         name: name of the adapter.
         folder: folder of the adapter; empty: remove it.
-
-    Attributes:
         done: future of the reason of a refusal; empty: the change was made.
     """
 
-    def __init__(self, name: str, folder: str) -> None:
-        self.name, self.folder = name, folder
-        self._loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[str] = self._loop.create_future()
+    name: str
+    folder: str
+    done: Future[str]
 
     def resolve(self, refused: str) -> None:
-        """Set the result of `done`. May be called from any thread."""
-
-        def resolve() -> None:
-            if not self.done.done():
-                self.done.set_result(refused)
-
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(resolve)
-
-
-class Occupancy(NamedTuple):
-    """Number of running and of waiting requests."""
-
-    running: int
-    waiting: int
+        """Set the result of `done`, unless the client has disconnected."""
+        if self.done.set_running_or_notify_cancel():
+            self.done.set_result(refused)
 
 
 class EngineThread:
@@ -123,9 +125,8 @@ class EngineThread:
     Args:
         engine: the engine.
         config: limits of the server.
-        on_chunk: function that is called with the seconds and the steps of every chunk; None: none.
-        on_answer: function that is called with the mode and the result of every answer, cancelled ones included; None:
-            none.
+        on_chunk: function that is called with the seconds and the steps of every chunk.
+        on_answer: function that is called with the mode and the result of every answer, cancelled ones included.
 
     Attributes:
         engine: the engine.
@@ -136,8 +137,8 @@ class EngineThread:
         self,
         engine: Engine,
         config: ServerConfig,
-        on_chunk: Callable[[float, int], None] | None = None,
-        on_answer: Callable[[str, Result], None] | None = None,
+        on_chunk: Callable[[float, int], None],
+        on_answer: Callable[[str, Result], None],
     ) -> None:
         self.engine, self._config = engine, config
         self.ready = threading.Event()
@@ -162,10 +163,10 @@ class EngineThread:
         self._thread.join(timeout=self._config.drain)
 
     @property
-    def occupancy(self) -> Occupancy:
+    def occupancy(self) -> tuple[int, int]:
         """Return the number of running and of waiting requests."""
         running = min(self._admitted, self.engine.max_batch)
-        return Occupancy(running, self._admitted - running)
+        return running, self._admitted - running
 
     @property
     def alive(self) -> bool:
@@ -176,26 +177,24 @@ class EngineThread:
         """Queue requests, all or none.
 
         Raises:
-            Busy: too many requests wait.
+            Refused: too many requests wait.
         """
         with self._count:
             if self._admitted + len(requests) > self.engine.max_batch + self._config.max_waiting:
-                raise Busy(1 + (self._admitted - self.engine.max_batch) // self.engine.max_batch)
+                wait = 1 + (self._admitted - self.engine.max_batch) // self.engine.max_batch
+                message, headers = f"too many requests wait; try again in {wait} s", {"Retry-After": str(wait)}
+                raise Refused(429, message, "rate_limit_exceeded", "queue_full", headers=headers)
             self._admitted += len(requests)
-        tickets = [Ticket(request) for request in requests]
+        tickets = [Ticket(request, next(self._numbers), self._config.timeout) for request in requests]
         for ticket in tickets:
             self._inbox.put(ticket)
         return tickets
 
     async def change_adapter(self, name: str, folder: str) -> str:
         """Load or remove an adapter (`AdapterChange`); return why that was refused, empty if it was not."""
-        change = AdapterChange(name, folder)
+        change = AdapterChange(name, folder, Future())
         self._inbox.put(change)
-        return await change.done
-
-    def cancel(self, ticket: Ticket) -> None:
-        """Cancel a request; its row is free after the current chunk."""
-        ticket.cancelled = True
+        return await asyncio.wrap_future(change.done)
 
     def _run(self) -> None:
         try:
@@ -226,8 +225,8 @@ class EngineThread:
         change: AdapterChange | None = None
         while change is None and (not (self._live or new) or not self._inbox.empty()):
             try:
-                one = self._next()
-            except queue.Empty:
+                one = self._inbox.get(timeout=HEARTBEAT if self._several else None)
+            except queue.Empty:  # other processes need a command
                 break
             if one is None:
                 self._live += new
@@ -240,17 +239,7 @@ class EngineThread:
         self._send_events()
         return True
 
-    def _next(self) -> Ticket | AdapterChange | None:
-        """Wait for the next request or adapter change; None: stop.
-
-        Raises:
-            queue.Empty: other processes need a command.
-        """
-        return self._inbox.get(timeout=HEARTBEAT if self._several else None)
-
     def _step(self, new: list[Ticket], change: AdapterChange | None) -> None:
-        for ticket in new:
-            ticket.number = next(self._numbers)
         self._live += new
         submitted = tuple((ticket.number, ticket.request) for ticket in new)
         cancelled = tuple(ticket.number for ticket in self._live if ticket.cancelled)
@@ -259,8 +248,6 @@ class EngineThread:
             try:
                 self._lockstep.lead(StepCommand(submitted, adapter, cancelled, self._steps))
             finally:
-                for ticket in new:
-                    ticket.handle = self._lockstep.handles.get(ticket.number)
                 if change is not None:
                     change.resolve(self._lockstep.refused)
         except Exception:
@@ -268,7 +255,7 @@ class EngineThread:
                 raise
             log.exception("the engine failed; requests under way are tried one by one")
             for ticket in new:
-                if ticket.handle is None:  # the engine failed before it had the request
+                if ticket.number not in self._lockstep.handles:  # the engine failed before it had the request
                     self._forget(ticket)
                     ticket.send(None)
             self._retry_failed()
@@ -278,14 +265,13 @@ class EngineThread:
             if steps >= self._steps or seconds > self._config.chunk:  # chunks that end early say little about the time
                 in_time = round(self._config.chunk * steps / seconds)
                 self._steps = max(1, min(MAX_STEPS, in_time, 2 * self._steps))
-            if self._on_chunk is not None:
-                self._on_chunk(seconds, steps)
+            self._on_chunk(seconds, steps)
 
     def _retry_failed(self) -> None:
         """Retry the requests that were under way one at a time; those that fail alone end with an error."""
         for ticket in list(self._live):
-            handle = ticket.handle
-            if handle is None or not handle.failed:
+            handle = self._lockstep.handles.get(ticket.number)
+            if handle is None or not handle.failed:  # it has ended, or was not under way
                 continue
             self.engine.retry_alone(handle)
             try:
@@ -300,15 +286,13 @@ class EngineThread:
 
     def _send_events(self) -> None:
         for ticket in list(self._live):
-            handle = ticket.handle
-            assert handle is not None
+            handle = self._lockstep.handles[ticket.number]
             events, result = handle.poll(), handle.result
-            if result is not None and ticket.request.alternatives is not None:
-                ticket.logprobs = self._lockstep.logprobs.get(ticket.number)
+            ticket.logprobs = self._lockstep.logprobs.get(ticket.number)
             if result is not None and handle.cancelled and not ticket.cancelled:
                 result = replace(result, finish_reason="error", error=REPLACED)
                 events = [Event("done", result=result)]
-            if result is not None and self._on_answer is not None:
+            if result is not None:
                 self._on_answer(ticket.request.mode, result)
             if events and not ticket.cancelled:
                 ticket.send(events)

@@ -1,14 +1,15 @@
-"""Response formats of OpenAI's chat completions and completions."""
+"""Response formats of OpenAI's chat completions, with or without calls of tools, and completions."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
+import secrets
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from itertools import accumulate
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -16,10 +17,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from aspd_jax.structure import to_json
 from aspd_jax.tokens import TextCodec
 from infer.answers.answer import Result, TokenLogprob, Value
-from infer.answers.values import request_values
+from infer.answers.values import answer_values, request_values
 from infer.request import Request
 from infer.server.deltas import Delta
-from infer.server.messages import Common
+from infer.server.messages import Common, Task
+from infer.server.tool_calls import CallReader, Piece, ToolCalls
 
 MAX_NAMES = 1000  # characters of the ignored keywords that a header names
 SAFE = "/#[]~!$&'()*+;=:@?"  # characters of a name that stand for themselves; the comma separates names
@@ -29,22 +31,20 @@ Answer: TypeAlias = dict[str, Any] | Chunks
 LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # other ends of lines are always escaped in JSON
 
 
-def usage(results: Sequence[Result], answers: int, predicted: bool) -> dict[str, Any]:
-    """Return OpenAI's usage object.
+def usage(task: Task, results: Sequence[Result]) -> dict[str, Any]:
+    """Return OpenAI's usage object, with the accepted and the rejected tokens of a prediction.
 
     Args:
-        results: results, `answers` consecutive ones for each prompt.
-        answers: number of answers per prompt.
-        predicted: whether the request has a prediction: include its accepted and rejected tokens.
+        task: the request.
+        results: its results, those of the answers to one prompt after each other.
     """
-    prompt = sum(result.stats.prompt_tokens for result in results[::answers])
-    cached = sum(result.stats.reused_tokens for result in results[::answers])
+    prompt = sum(result.stats.prompt_tokens for result in results[:: task.choices])
+    cached = sum(result.stats.reused_tokens for result in results[:: task.choices])
     generated = sum(result.stats.content_tokens for result in results)
     details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": cached}}
-    if predicted:
-        drafted, accepted = (
-            sum(getattr(r.stats, f"{name}_tokens") for r in results) for name in ("drafted", "accepted")
-        )
+    if task.predicted is not None:
+        drafted = sum(result.stats.drafted_tokens for result in results)
+        accepted = sum(result.stats.accepted_tokens for result in results)
         tokens = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
         details["completion_tokens_details"] = tokens
     return token_usage(prompt, generated) | details
@@ -53,6 +53,15 @@ def usage(results: Sequence[Result], answers: int, predicted: bool) -> dict[str,
 def token_usage(prompt: int, generated: int) -> dict[str, int]:
     """Return numbers of tokens under OpenAI's names."""
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
+def response_usage(prompt: int, cached: int, generated: int) -> dict[str, Any]:
+    """Return numbers of tokens under the names of OpenAI's responses; `cached`: reused ones of the prompt."""
+    return {
+        "input_tokens": prompt, "input_tokens_details": {"cache_write_tokens": 0, "cached_tokens": cached},
+        "output_tokens": generated, "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + generated,
+    }  # fmt: skip
 
 
 def statistics(result: Result, compiled: int) -> dict[str, Any]:
@@ -73,16 +82,15 @@ def finish(result: Result) -> str:
     return "length" if result.finish_reason == "length" else "stop"
 
 
-def reply(answer: Answer) -> Response:
+def reply(body: Common, answer: Answer) -> Response:
     """Return the HTTP response of an answer: JSON, or a stream that ends with `[DONE]` unless it failed."""
-    return JSONResponse(answer) if isinstance(answer, dict) else stream(answer, data, "data: [DONE]\n\n")
+    response = JSONResponse(answer) if isinstance(answer, dict) else stream(answer, data, "data: [DONE]\n\n")
+    return name_ignored(response, body)
 
 
-async def name_ignored(response: Response, body: Common) -> Response:
+def name_ignored(response: Response, body: Common) -> Response:
     """Return a response whose header `X-Aspd-Ignored` names the keywords of schemas that the answer need not follow."""
-    if not body.has_schemas:
-        return response
-    if names := [quote(name, safe=SAFE) for name in await asyncio.to_thread(body.ignored)]:
+    if names := [quote(name, safe=SAFE) for name in body.ignored]:
         ends = accumulate(len(name) + 2 for name in names)
         shown = [name for name, end in zip(names, ends, strict=True) if end <= MAX_NAMES]
         more = [f"{len(names) - len(shown)} more"] if len(names) > len(shown) else []
@@ -121,38 +129,20 @@ def data(value: dict[str, Any]) -> str:
     return f"data: {text}\n\n"
 
 
-class Form(Protocol):
-    """Response format of an endpoint.
+def chunk(number: int, new: dict[str, Any], delta: Delta | None = None) -> dict[str, Any]:
+    """Return a choice of a chunk of a chat completion, with the place of `delta`, from which it is made."""
+    place = {} if delta is None or delta.place is None else {"aspd": delta.place}
+    return {"index": number, "delta": new | place, "finish_reason": None}
+
+
+class Chat:
+    """Format of chat completions.
 
     Attributes:
         prefix: prefix of the identifiers of answers.
         whole: value of `object` in a whole answer.
         part: value of `object` in a chunk.
     """
-
-    prefix: str
-    whole: str
-    part: str
-
-    def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]: ...
-
-    def opening(self, number: int) -> list[dict[str, Any]]: ...
-
-    def delta(self, number: int, delta: Delta) -> list[dict[str, Any]]: ...
-
-    def closing(self, number: int, result: Result, logprobs: Any) -> list[dict[str, Any]]: ...
-
-    def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any: ...
-
-    def values(
-        self, request: Request, result: Result, tokens: Sequence[TokenLogprob], codec: TextCodec
-    ) -> list[Value] | None:
-        """Return the values of an answer; None: it has none."""
-        return request_values(request, result, tokens, codec)
-
-
-class Chat(Form):
-    """Format of chat completions."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -161,11 +151,10 @@ class Chat(Form):
         return {"index": number, "message": message, "finish_reason": finish(result), "logprobs": logprobs}
 
     def opening(self, number: int) -> list[dict[str, Any]]:
-        return [{"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
+        return [chunk(number, {"role": "assistant", "content": ""})]
 
     def delta(self, number: int, delta: Delta) -> list[dict[str, Any]]:
-        place = {} if delta.place is None else {"aspd": delta.place}
-        return [{"index": number, "delta": {"content": delta.text, **place}, "finish_reason": None}]
+        return [chunk(number, {"content": delta.text}, delta)]
 
     def closing(self, number: int, result: Result, logprobs: Any) -> list[dict[str, Any]]:
         return [{"index": number, "delta": {}, "finish_reason": finish(result), "logprobs": logprobs}]
@@ -182,8 +171,78 @@ class Chat(Form):
         return {"content": content, "refusal": None}
 
 
-class Text(Form):
-    """Format of completions.
+class ToolChat(Chat):
+    """Format of chat completions with `tool_calls`.
+
+    Attributes:
+        calls: the calls that an answer may have.
+    """
+
+    def __init__(self, calls: ToolCalls) -> None:
+        self.calls = calls
+        self._readers = defaultdict[int, CallReader](calls.reader)
+
+    def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
+        reader = self.calls.reader()
+        text, called = reader.read_whole(result.text)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if called:
+            message |= {"content": text or None, "tool_calls": [_call(*one) for one in called]}
+        reason = finish_reason(reader, result)
+        return {"index": number, "message": message, "finish_reason": reason, "logprobs": logprobs}
+
+    def delta(self, number: int, delta: Delta) -> list[dict[str, Any]]:
+        pieces = self._readers[number].read(delta.text)
+        if delta.place is not None and not delta.text:
+            return super().delta(number, delta)
+        return [chunk(number, _part(piece), delta) for piece in pieces]
+
+    def closing(self, number: int, result: Result, logprobs: Any) -> list[dict[str, Any]]:
+        reader = self._readers[number]
+        rest = [chunk(number, _part(piece)) for piece in reader.read("", final=True)]
+        reason = finish_reason(reader, result)
+        return [*rest, {"index": number, "delta": {}, "finish_reason": reason, "logprobs": logprobs}]
+
+    def values(
+        self, request: Request, result: Result, tokens: Sequence[TokenLogprob], codec: TextCodec
+    ) -> list[Value] | None:
+        """Return the values of the arguments of all calls; their pointers lead to them in the message."""
+        (_, called), values, at = self.calls.reader().read_whole(result.text), list[Value](), 0
+        schemas = {function.name: function.arguments.schema for function in self.calls.functions}
+        if not called:
+            return request_values(request, result, tokens, codec)
+        for call, (name, arguments) in enumerate(called):
+            place = ("tool_calls", str(call), "function", "arguments")
+            if request.template is not None:  # of one call
+                return request_values(request, result, tokens, codec, place)
+            if arguments:
+                at = result.text.index(arguments, at)
+                values += answer_values(result.text, tokens, schemas.get(name, True), at, place)
+                at += len(arguments)
+        return values
+
+
+def finish_reason(reader: CallReader, result: Result) -> str:
+    """Return OpenAI's finish reason of an answer that may have calls."""
+    reason = finish(result)
+    return "tool_calls" if reason == "stop" and reader.count and reader.complete == reader.count else reason
+
+
+def _call(name: str, arguments: str = "") -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def _part(piece: Piece) -> dict[str, Any]:
+    """Return the delta of a piece in OpenAI's form."""
+    if piece.kind == "text":
+        return {"content": piece.text}
+    call = _call(piece.text) if piece.kind == "call" else {"function": {"arguments": piece.text}}
+    return {"tool_calls": [{"index": piece.call, **call}]}
+
+
+class Text:
+    """Format of completions; its attributes and methods are those of `Chat`.
 
     Args:
         prompts: texts that the answers begin with (`echo`); empty: none.
@@ -215,7 +274,7 @@ class Text(Form):
 
     def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any:
         def text(id: int) -> str:
-            return f"token_id:{id}" if self._as_ids else codec.decode([id]) or codec.spell([id])
+            return f"token_id:{id}" if self._as_ids else codec.shown([id])
 
         def top(token: TokenLogprob) -> dict[str, float] | None:
             if token.logprob is None:
@@ -236,10 +295,13 @@ class Text(Form):
         }
 
 
+Form: TypeAlias = Chat | Text
+
+
 def text_offsets(codec: TextCodec, ids: Sequence[int], start: int) -> list[int]:
     """Return the offset of the text of each token; tokens that form one character share its offset."""
     stream, offsets = codec.stream(), []
-    for number in range(len(ids)):
-        offsets.append(start + len(stream.text))
-        stream.extend(ids[: number + 1])
+    for token in ids:
+        offsets.append(start)
+        start += len(stream.decode([token]))
     return offsets

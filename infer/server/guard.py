@@ -1,4 +1,4 @@
-"""Middleware: request identifiers, limits of request bodies, cross-origin requests; clients that disconnect."""
+"""Middleware: request identifiers, limits of request bodies; clients that disconnect."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from starlette.datastructures import MutableHeaders
-from starlette.middleware.cors import CORSMiddleware
 
+from infer.server.config import ServerConfig
 from infer.server.refusals import Refused
 
 log = logging.getLogger("aspd.server")
@@ -21,31 +21,6 @@ DISCONNECT_SECONDS = 0.1  # interval of checking whether a client that does not 
 T = TypeVar("T")
 PROBES = ("/health", "/live")  # their 503 while the server starts is expected, and not logged
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-
-
-def add_guard(
-    app: FastAPI,
-    max_body: int,
-    body_timeout: float,
-    origins: Sequence[str] = (),
-    check: Callable[[Request], None] = lambda _: None,
-    count: Callable[[str, int], None] = lambda _path, _status: None,
-) -> None:
-    """Add the middleware to an application.
-
-    Args:
-        max_body: maximum size of a request body in bytes.
-        body_timeout: seconds within which the body must arrive.
-        origins: origins whose pages may read responses (CORS); `*`: all.
-        check: called before the body is read; raises `Refused` for a request that is refused.
-        count: called with the path and the HTTP status of every response.
-    """
-    app.add_middleware(_Guard, max_body=max_body, body_timeout=body_timeout, check=check, count=count)
-    if origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"],
-            expose_headers=[REQUEST_ID, "retry-after", "x-aspd-ignored"],
-        )  # fmt: skip
 
 
 async def while_connected(work: Coroutine[Any, Any, T], request: Request) -> T:
@@ -64,14 +39,24 @@ async def while_connected(work: Coroutine[Any, Any, T], request: Request) -> T:
         task.cancel()
 
 
-class _Guard:
+class Guard:
+    """Middleware of an application.
+
+    Args:
+        app: the application.
+        max_body: maximum size of a request body in bytes.
+        body_timeout: seconds within which the body must arrive.
+        check: called before the body is read; raises `Refused` for a request that is refused.
+        count: called with the path and the HTTP status of every response.
+    """
+
     def __init__(
         self,
         app: Any,
-        max_body: int,
-        body_timeout: float,
-        check: Callable[[Request], None],
-        count: Callable[[str, int], None],
+        max_body: int = ServerConfig.max_body,
+        body_timeout: float = ServerConfig.body_timeout,
+        check: Callable[[Request], None] = lambda _: None,
+        count: Callable[[str, int], None] = lambda _path, _status: None,
     ) -> None:
         self._app, self._max_body, self._body_timeout = app, max_body, body_timeout
         self._check, self._count = check, count

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
@@ -86,17 +88,12 @@ class JsonSchema(Strict):
 ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
 
 
-def is_approximate(form: Any) -> bool:
-    """Return whether the schema of a response format may be approximated."""
+def schema_of(form: Any) -> tuple[dict[str, Any] | None, bool]:
+    """Return the JSON schema of a response format, None for plain text, and whether it may be approximated."""
     named = form.json_schema if isinstance(form, JsonSchema) else form
-    return isinstance(named, NamedSchema) and named.strict is False
-
-
-def schema_of(form: PlainText | JsonObject | JsonSchema | None) -> dict[str, Any] | None:
-    """Return the JSON schema of a response format; None: plain text."""
-    if isinstance(form, JsonSchema):
-        return form.json_schema.schema_
-    return {"type": "object"} if isinstance(form, JsonObject) else None
+    if isinstance(named, NamedSchema):
+        return named.schema_, named.strict is False
+    return {"type": "object"} if isinstance(form, JsonObject) else None, False
 
 
 class StructuredOutputs(Strict):
@@ -318,6 +315,39 @@ def _sampling_field(parameter: Parameter, offer: Offer) -> tuple[Any, Any]:
 SamplingFields: Any = pydantic.create_model("SamplingFields", __base__=Strict, **_sampling_fields())
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a request asks for, in the form that all endpoints share.
+
+    Attributes:
+        prompts: texts, token ids, or conversations in the form of the chat template.
+        limit: maximum tokens of the text of an answer; None: the limit of the server.
+        grammar: constraint of the answer: a field of `SamplingParams` and its value; empty: none.
+        approximate: whether the schema of the answer may be approximated.
+        alternatives: number of likeliest tokens to list at each token; None: no log probabilities.
+        choices: number of answers to each prompt.
+        predicted: text that the answer may have; None: there is none.
+        functions: functions that the model may call.
+        calling: calls that an answer may or must have; None: none.
+        variables: variables of the chat template.
+        continues: whether an answer continues the last message.
+        echo: whether an answer begins with its prompt.
+    """
+
+    prompts: list[Any]
+    limit: int | None
+    grammar: dict[str, Any]
+    approximate: bool
+    alternatives: int | None
+    choices: int = 1
+    predicted: str | None = None
+    functions: Sequence[Function] = ()
+    calling: ToolChoice | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
+    echo: bool = False
+
+
 class Common(SamplingFields):
     """Fields of all kinds of requests, with the sampling parameters that HTTP offers."""
 
@@ -337,61 +367,24 @@ class Common(SamplingFields):
         return data
 
     @model_validator(mode="after")
-    def _options_of_streams(self) -> Self:
+    def _fields_agree(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise fault("expected none without stream: true, got one", "stream_options")
-        return self
-
-    @model_validator(mode="after")
-    def _content_in_serial_mode(self) -> Self:
-        if self.aspd.content and (self.aspd.mode != "serial" or self.stop or self.grammar):
+        task, own = self.task, self.aspd
+        if own.content and (own.mode != "serial" or self.stop or task.grammar):
             raise fault("content: expected mode: serial, no stop and no response_format, got others", "aspd")
-        return self
-
-    @model_validator(mode="after")
-    def _templates_alone(self) -> Self:
-        fields, has_template = self.aspd.fields or "serial", self.aspd.template is not None
-        has_fields = "json_schema" in self.grammar or getattr(self, "tools", None)
+        fields, has_template = own.fields or "serial", own.template is not None
+        has_fields = "json_schema" in task.grammar or task.functions
         if fields != "serial" and not has_fields and not (fields == "exact" and has_template):
             raise fault(f"fields: expected a schema, tools or (for exact) a template beside {fields}, got none", "aspd")
-        if has_template and (self.grammar or self.aspd.content):
+        if has_template and (task.grammar or own.content):
             raise fault("template: expected neither response_format nor content beside it, got one", "aspd")
         return self
 
     @property
     @abstractmethod
-    def limit(self) -> int | None:
-        """Return the maximum tokens of the text of an answer; None: the limit of the server."""
-
-    @property
-    @abstractmethod
-    def grammar(self) -> dict[str, Any]:
-        """Return the constraint of the answer: a field of `SamplingParams` and its value; empty: none."""
-
-    @property
-    @abstractmethod
-    def response_form(self) -> Any:
-        """Return the response format; None: plain text."""
-
-    @property
-    @abstractmethod
-    def alternatives(self) -> int | None:
-        """Return the number of likeliest tokens to list at each token; None: no log probabilities."""
-
-    @property
-    def predicted(self) -> str | None:
-        """Return a text that the answer may have; None: there is none."""
-        return None
-
-    @property
-    def functions(self) -> list[Function]:
-        """Return the functions that the model may call."""
-        return []
-
-    @property
-    def calling(self) -> ToolChoice | None:
-        """Return the calls that an answer may or must have; None: none."""
-        return None
+    def task(self) -> Task:
+        """Return the request in the form that all endpoints share."""
 
     @property
     def with_growing_usage(self) -> bool:
@@ -399,24 +392,9 @@ class Common(SamplingFields):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
-    def template_variables(self) -> dict[str, Any]:
-        """Return the variables of the chat template."""
-        return {}
-
-    @property
-    def choices(self) -> int:
-        """Return the number of answers to each prompt."""
-        return 1
-
-    @property
     def with_usage(self) -> bool:
         """Return whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Return the strings that end the answer."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling_values(self, choice: int = 0) -> dict[str, Any]:
         """Return the sampling parameters that have a field of their name, by name.
@@ -424,37 +402,30 @@ class Common(SamplingFields):
         Args:
             choice: number of the answer, from 0; each answer has its own random streams.
         """
-        values: dict[str, Any] = {}
-        for name, parameter in PARAMETERS.items():
-            if parameter.http is not None:
-                value = getattr(self, name)
-                values[name] = parameter.http.default if value is None else value
+        values = {name: getattr(self, name) for name, parameter in PARAMETERS.items() if parameter.http is not None}
         seed = None if self.seed is None else (self.seed + choice) % (1 << 32)
-        return values | {"seed": seed, "stop": self.stop_strings}
+        return values | {"seed": seed}
 
-    def schemas(self) -> dict[str, ReadSchema]:
-        """Return the schema of the answer, by its field of `SamplingParams`.
+    @cached_property
+    def answer_schema(self) -> ReadSchema | None:
+        """Return the schema of the answer; None: it has none.
 
         Raises:
             RequestError: the schema is malformed or not supported.
         """
-        if "json_schema" not in self.grammar:
-            return {}
+        if "json_schema" not in self.task.grammar:
+            return None
         try:
-            return {"json_schema": read_schema(self.grammar["json_schema"], is_approximate(self.response_form))}
+            return read_schema(self.task.grammar["json_schema"], self.task.approximate)
         except RequestError as error:
             raise RequestError(f"json_schema: {error}") from None
 
     @property
-    def has_schemas(self) -> bool:
-        """Return whether answers follow a JSON schema."""
-        return "json_schema" in self.grammar or self.calling is not None
-
     def ignored(self) -> list[str]:
         """Return the keywords that answers need not follow: the field of each schema, and a JSON pointer."""
-        schemas = self.schemas()
-        if self.calling is not None:
-            schemas |= {self.schema_place.format(n): f.arguments for n, f in enumerate(self.functions)}
+        schemas = {} if self.answer_schema is None else {"json_schema": self.answer_schema}
+        if self.task.calling is not None:
+            schemas |= {self.schema_place.format(n): f.arguments for n, f in enumerate(self.task.functions)}
         return [f"{place}{pointer}" for place, read in schemas.items() for pointer in read.ignored]
 
     def constraint(self) -> dict[str, Any]:
@@ -463,7 +434,7 @@ class Common(SamplingFields):
         Raises:
             RequestError: a schema is malformed or not supported.
         """
-        return self.grammar | {name: read.text for name, read in self.schemas().items()}
+        return self.task.grammar if self.answer_schema is None else {"json_schema": self.answer_schema.text}
 
     def params(self, config: ServerConfig, choice: int) -> SamplingParams:
         """Return the parameters of an answer, without `aspd.content`, which has to be encoded.
@@ -472,7 +443,7 @@ class Common(SamplingFields):
             config: limits of the server.
             choice: number of the answer, from 0.
         """
-        limit = config.max_new_tokens if self.limit is None else min(self.limit, config.max_new_tokens)
+        limit = config.max_new_tokens if self.task.limit is None else min(self.task.limit, config.max_new_tokens)
         values = self.sampling_values(choice) | self.constraint()
         if self.ignore_eos:
             values["min_tokens"] = limit
@@ -484,36 +455,22 @@ class Common(SamplingFields):
             max_new_tokens=config.max_new_tokens,
             max_content_tokens=limit,
             template=self.aspd.template,
-            prediction=self.predicted,
+            prediction=self.task.predicted,
             **values,
         )
 
 
-def check_calling(body: Common, format_field: str) -> None:
-    """Check the tools of a request beside its other fields.
-
-    Args:
-        body: the request.
-        format_field: field of the response format, which is the only grammar that tools allow.
-
-    Raises:
-        PydanticCustomError: the tools are not valid, or there is another constraint.
-    """
-    if body.calling is None:
-        return
-    if body.aspd.content:
-        raise fault("content: expected no tools beside it, or tool_choice: none, got tools", "aspd")
-    if body.aspd.template is not None:
-        raise fault("template: expected no tools beside it, or tool_choice: none, got tools", "aspd")
-    if body.predicted is not None:
-        raise fault("expected no tools beside it, or tool_choice: none, got tools", "prediction")
-    if set(body.grammar) - {"json_schema"}:
-        raise fault(f"expected no constraint but {format_field} beside tools, or tool_choice: none, got one", "tools")
-
-
 class Conversation(Common):
-    """Fields of requests for the next message of a conversation, which may call tools."""
+    """Fields of requests for the next message of a conversation, which may call tools.
 
+    Attributes:
+        format_field: field of the response format, which is the only grammar that tools allow.
+        id_field: field of the id of a call.
+    """
+
+    neutral: ClassVar = Common.neutral | {"tool_choice": Neutral(), "parallel_tool_calls": Neutral()}
+    format_field: ClassVar[str]
+    id_field: ClassVar[str]
     tool_choice: Any = None
     parallel_tool_calls: StrictBool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -532,18 +489,24 @@ class Conversation(Common):
 
     @property
     @abstractmethod
-    def conversation(self) -> list[dict[str, Any]]:
-        """Return the conversation in the form of the chat template."""
+    def turns(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return the messages in the form of the chat template, and the place of each in the request."""
 
-    @property
-    def calling(self) -> ToolChoice | None:
-        """Return what `Common` describes."""
-        return choice_of(self.functions, self.tool_choice, self.parallel_tool_calls)
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """Return what `Common` describes."""
-        return self.chat_template_kwargs
+    @model_validator(mode="after")
+    def _calls_are_possible(self) -> Self:
+        if self.task.calling is not None:
+            none = "expected no tools beside it, or tool_choice: none, got tools"
+            if self.aspd.content:
+                raise fault(f"content: {none}", "aspd")
+            if self.aspd.template is not None:
+                raise fault(f"template: {none}", "aspd")
+            if self.task.predicted is not None:
+                raise fault(none, "prediction")
+            if set(self.task.grammar) - {"json_schema"}:
+                only = f"expected no constraint but {self.format_field} beside tools"
+                raise fault(f"{only}, or tool_choice: none, got one", "tools")
+        check_results(*self.turns, self.id_field)
+        return self
 
 
 class Completion(Common):
@@ -555,58 +518,38 @@ class Completion(Common):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    @model_validator(mode="after")
-    def _one_grammar(self) -> Self:
-        if len(named := list(self._grammars())) > 1:
-            raise fault(f"expected one of {' and '.join(named)}, got {len(named)}", named[-1].partition(".")[0])
-        return self
+    @property
+    def grammar(self) -> dict[str, Any]:
+        """Return the constraint of the answer: a field of `SamplingParams` and its value; empty: none.
 
-    def _grammars(self) -> dict[str, tuple[str, Any]]:
-        """Return the fields that constrain the answer, each with its field of `SamplingParams` and its value."""
+        Raises:
+            PydanticCustomError: there are several.
+        """
         outputs = self.structured_outputs or StructuredOutputs()
         fields = {
-            "response_format": ("json_schema", schema_of(self.response_format)),
+            "response_format": ("json_schema", schema_of(self.response_format)[0]),
             "structured_outputs.json": ("json_schema", outputs.json_),
             "structured_outputs.json_object": ("json_schema", {"type": "object"} if outputs.json_object else None),
             "structured_outputs.regex": ("regex", outputs.regex),
             "structured_outputs.choice": ("choices", outputs.choice),
             "structured_outputs.grammar": ("grammar", outputs.grammar),
         }
-        return {name: pair for name, pair in fields.items() if pair[1] is not None}
-
-    @property
-    def grammar(self) -> dict[str, Any]:
-        """Return what `Common` describes."""
-        return dict(self._grammars().values())
-
-    @property
-    def response_form(self) -> Any:
-        """Return what `Common` describes."""
-        return self.response_format
-
-    @property
-    def limit(self) -> int | None:
-        """Return what `Common` describes."""
-        return self.max_tokens
-
-    @property
-    def choices(self) -> int:
-        """Return what `Common` describes."""
-        return self.n or 1
+        named = [name for name, (_, value) in fields.items() if value is not None]
+        if len(named) > 1:
+            raise fault(f"expected one of {' and '.join(named)}, got {len(named)}", named[-1].partition(".")[0])
+        return dict(fields[name] for name in named)
 
 
 class ChatRequest(Completion, Conversation):
     """`POST /v1/chat/completions`."""
 
-    schema_place: ClassVar[str] = "tools[{}].function.parameters"
-    neutral = Completion.neutral | {
+    schema_place, format_field, id_field = "tools[{}].function.parameters", "response_format", "tool_call_id"
+    neutral = {**GUIDED, **Conversation.neutral} | {
         "add_special_tokens": Neutral((False,)),
         "max_tokens": Neutral((-1,)),  # clients of local servers mean no limit
         "max_completion_tokens": Neutral((-1,)),
         "echo": Neutral((False,)),
         "top_logprobs": Neutral((0,)),
-        "tool_choice": Neutral(),
-        "parallel_tool_calls": Neutral(),
         "prediction": Neutral(),
     }
     messages: Annotated[list[ChatMessage], Field(min_length=1), FAST]
@@ -619,25 +562,31 @@ class ChatRequest(Completion, Conversation):
     top_logprobs: TopLogprobs | None = None
     prediction: Prediction | None = None
 
-    @model_validator(mode="after")
-    def _calls_are_possible(self) -> Self:
-        check_calling(self, "response_format")
-        plain = [message.plain for message in self.messages]
-        check_results(plain, [f"messages[{number}]" for number in range(len(plain))], "tool_call_id")
-        return self
-
     @property
-    def conversation(self) -> list[dict[str, Any]]:
-        """Return what `Conversation` describes."""
-        return joined([message.plain for message in self.messages])
+    def turns(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """See `Conversation`."""
+        return [message.plain for message in self.messages], [f"messages[{n}]" for n in range(len(self.messages))]
 
-    @property
-    def functions(self) -> list[Function]:
-        """Return what `Common` describes."""
-        return [tool.function.function for tool in self.tools]
+    @cached_property
+    def task(self) -> Task:
+        """See `Common`."""
+        functions = [tool.function.function for tool in self.tools]
+        return Task(
+            prompts=[joined(self.turns[0])],
+            choices=self.n or 1,
+            limit=self.max_completion_tokens or self.max_tokens,
+            grammar=self.grammar,
+            approximate=schema_of(self.response_format)[1],
+            alternatives=(self.top_logprobs or 0) if self.logprobs else None,
+            predicted=None if self.prediction is None else self.prediction.text,
+            functions=functions,
+            calling=choice_of(functions, self.tool_choice, self.parallel_tool_calls),
+            variables=self.chat_template_kwargs,
+            continues=self.continue_final_message,
+        )
 
     @model_validator(mode="after")
-    def _continues_or_begins(self) -> Self:
+    def _options_agree(self) -> Self:
         if self.continue_final_message and self.messages[-1].role != "assistant":
             role = self.messages[-1].role
             raise fault(f"expected a last message of the assistant, got one of {role}", "continue_final_message")
@@ -646,28 +595,9 @@ class ChatRequest(Completion, Conversation):
             beside = str(self.continue_final_message).lower()
             message = f"expected {expected} beside continue_final_message: {beside}, got {beside}"
             raise fault(message, "add_generation_prompt")
-        return self
-
-    @property
-    def predicted(self) -> str | None:
-        """Return what `Common` describes."""
-        return None if self.prediction is None else self.prediction.text
-
-    @model_validator(mode="after")
-    def _alternatives_of_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise fault("expected none without logprobs: true, got one", "top_logprobs")
         return self
-
-    @property
-    def limit(self) -> int | None:
-        """Return what `Common` describes."""
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def alternatives(self) -> int | None:
-        """Return what `Common` describes."""
-        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(Completion):
@@ -685,26 +615,28 @@ class CompletionRequest(Completion):
     echo: StrictBool = False
     return_tokens_as_token_ids: StrictBool = False
 
-    @property
-    def alternatives(self) -> int | None:
-        """Return what `Common` describes."""
-        return self.logprobs
-
-    @property
-    def prompts(self) -> list[Any]:
-        """Return the prompts, each as text or token ids."""
+    @cached_property
+    def task(self) -> Task:
+        """See `Common`."""
         several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
-        return list(self.prompt) if several else [self.prompt]
-
-
-class LoadAdapter(Strict):
-    """`POST /v1/load_lora_adapter` in vLLM's form; the path is relative to `--adapter-folder`."""
-
-    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
-    lora_path: Annotated[str, Field(min_length=1, max_length=1024)]
+        return Task(
+            prompts=list(self.prompt) if several else [self.prompt],
+            choices=self.n or 1,
+            limit=self.max_tokens,
+            grammar=self.grammar,
+            approximate=schema_of(self.response_format)[1],
+            alternatives=self.logprobs,
+            echo=self.echo,
+        )
 
 
 class UnloadAdapter(Strict):
     """`POST /v1/unload_lora_adapter`."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class LoadAdapter(UnloadAdapter):
+    """`POST /v1/load_lora_adapter` in vLLM's form; the path is relative to `--adapter-folder`."""
+
+    lora_path: Annotated[str, Field(min_length=1, max_length=1024)]

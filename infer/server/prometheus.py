@@ -59,7 +59,7 @@ class Metrics:
         compiled = programs_compiled()
         self._programs.inc(compiled - self._compiled)
         self._compiled = compiled
-        now = engine_thread.occupancy
-        self._running.set(now.running)
-        self._waiting.set(now.waiting)
+        running, waiting = engine_thread.occupancy
+        self._running.set(running)
+        self._waiting.set(waiting)
         return generate_latest(self._registry)

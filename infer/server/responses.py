@@ -5,27 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from functools import cached_property
 from itertools import accumulate, count
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.responses import JSONResponse, Response
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
-from infer.server.forms import Answer, Chunks, data, stream
+from infer.server.forms import Answer, Chunks, data, name_ignored, response_usage, stream
 from infer.server.messages import (
-    Common,
     Conversation,
     JsonObject,
     Limit,
     Message,
     NamedSchema,
     PlainText,
+    Task,
     TopLogprobs,
-    check_calling,
     joined,
+    schema_of,
 )
 from infer.server.neutral import FAST, REQUEST, Neutral, Strict
-from infer.server.tool_calls import Function
 from infer.server.tool_requests import (
     MAX_TOOLS,
     CallItem,
@@ -33,7 +33,7 @@ from infer.server.tool_requests import (
     FlatToolName,
     OutputItem,
     ToolMode,
-    check_results,
+    choice_of,
 )
 
 NOT_STORED = "responses are not stored; send the whole conversation as input"
@@ -91,7 +91,7 @@ InputItem = Annotated[
 class ResponsesRequest(Conversation):
     """Body of `POST /v1/responses`."""
 
-    neutral = Common.neutral | {
+    neutral = Conversation.neutral | {
         "background": Neutral((False,), reason="responses are not stored"),
         "context_management": Neutral(([],)),
         "conversation": Neutral(reason=NOT_STORED),
@@ -105,10 +105,8 @@ class ResponsesRequest(Conversation):
         "reasoning": Neutral(kinds=(dict,)),
         "response_format": Neutral(reason="the field is text.format"),
         "truncation": Neutral(("disabled",), reason="prompts are not truncated"),
-        "tool_choice": Neutral(),
-        "parallel_tool_calls": Neutral(),
     }
-    schema_place: ClassVar[str] = "tools[{}].parameters"
+    schema_place, format_field, id_field = "tools[{}].parameters", "text.format", "call_id"
     input: str | Annotated[list[InputItem], Field(min_length=1), FAST]
     instructions: str | None = None
     tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
@@ -134,45 +132,26 @@ class ResponsesRequest(Conversation):
         FAST,
     ] = Field(default_factory=list)
 
-    @model_validator(mode="after")
-    def _calls_are_possible(self) -> Self:
-        check_calling(self, "text.format")
-        check_results(*conversation(self.input), "call_id")
-        return self
-
     @property
-    def conversation(self) -> list[dict[str, Any]]:
+    def turns(self) -> tuple[list[dict[str, Any]], list[str]]:
         """See `Conversation`."""
+        return conversation(self.input)
+
+    @cached_property
+    def task(self) -> Task:
+        """See `Common`."""
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        return joined([*first, *conversation(self.input)[0]])
-
-    @property
-    def functions(self) -> list[Function]:
-        """See `Common`."""
-        return [tool.function for tool in self.tools]
-
-    @property
-    def limit(self) -> int | None:
-        """See `Common`."""
-        return self.max_output_tokens
-
-    @property
-    def grammar(self) -> dict[str, Any]:
-        """See `Common`."""
-        form = self.text.format
-        if form.type == "text":
-            return {}
-        return {"json_schema": form.schema_ if isinstance(form, FlatSchema) else {"type": "object"}}
-
-    @property
-    def response_form(self) -> Any:
-        """See `Common`."""
-        return self.text.format
-
-    @property
-    def alternatives(self) -> int | None:
-        """See `Common`."""
-        return self.top_logprobs or 0 if _LOGPROBS in self.include else None
+        functions, (schema, approximate) = [tool.function for tool in self.tools], schema_of(self.text.format)
+        return Task(
+            prompts=[joined([*first, *self.turns[0]])],
+            limit=self.max_output_tokens,
+            grammar={} if schema is None else {"json_schema": schema},
+            approximate=approximate,
+            alternatives=self.top_logprobs or 0 if _LOGPROBS in self.include else None,
+            functions=functions,
+            calling=choice_of(functions, self.tool_choice, self.parallel_tool_calls),
+            variables=self.chat_template_kwargs,
+        )
 
     @property
     def with_usage(self) -> bool:
@@ -181,7 +160,7 @@ class ResponsesRequest(Conversation):
 
 
 class Translation:
-    """Translation of a chat completion to a response.
+    """Translation of a chat completion to the events of a response: items open with their first delta, one at a time.
 
     Args:
         body: the request.
@@ -189,7 +168,11 @@ class Translation:
     """
 
     def __init__(self, body: ResponsesRequest, head: dict[str, Any]) -> None:
-        self._number = head["id"].rpartition("-")[2]
+        self._body, self._events, self._number = body, count(), head["id"].rpartition("-")[2]
+        self._output: list[dict[str, Any]] = []
+        self._text: str | None = None  # of the message, once it is open
+        self._calls: list[dict[str, Any]] = []
+        self._open = False  # whether the last item is open
         form = body.text.format.model_dump(by_alias=True)
         choice = body.tool_choice or "auto"
         self._base = {
@@ -200,154 +183,37 @@ class Translation:
             "previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "service_tier": "default",
             "status": "in_progress", "store": False, "temperature": body.temperature, "text": {"format": form},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in body.tools], "top_logprobs": body.alternatives or 0,
+            "tools": [tool.model_dump() for tool in body.tools], "top_logprobs": body.task.alternatives or 0,
             "top_p": body.top_p, "truncation": "disabled", "usage": None,
         }  # fmt: skip
 
-    @property
-    def begun(self) -> dict[str, Any]:
-        """Response before its first text."""
-        return dict(self._base)
-
-    def final_response(self, output: list[dict[str, Any]], finish: str, usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the finished response.
-
-        Args:
-            output: items.
-            finish: finish reason of the chat completion.
-            usage: usage of the chat completion.
-        """
-        cut = finish == "length"
-        status = "incomplete" if cut else "completed"
-        details = {"reason": "max_output_tokens"} if cut else None
-        return self._base | {
-            "status": status, "incomplete_details": details, "completed_at": None if cut else int(time.time()),
-            "output": output,
-            "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {
-                    "cache_write_tokens": 0, **usage.get("prompt_tokens_details", {"cached_tokens": 0})
-                },
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["total_tokens"],
-            },
-        }  # fmt: skip
-
-    def failed(self, error: dict[str, Any]) -> dict[str, Any]:
-        """Return the response of a failed answer."""
-        code = "server_error" if error["code"] is None else error["code"]
-        return self._base | {"status": "failed", "error": {"code": code, "message": error["message"]}}
-
-    def message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the item of the text of the answer."""
-        item = {"id": f"msg_{self._number}", "type": "message", "role": "assistant"}
-        return item | {"status": status, "content": content}
-
-    def call(self, number: int, call: dict[str, Any], status: str) -> dict[str, Any]:
-        """Return the item of a call.
-
-        Args:
-            number: number of the call.
-            call: the call in the form of chat completions.
-            status: status of the item.
-        """
-        return {
-            "id": f"fc_{self._number}{number}", "type": "function_call", "status": status, "call_id": call["id"],
-            "name": call["function"]["name"], "arguments": call["function"]["arguments"],
-        }  # fmt: skip
-
-    @staticmethod
-    def part(text: str, logprobs: Any) -> dict[str, Any]:
-        """Return the only part of a message."""
-        tokens = [] if logprobs is None else logprobs["content"]
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": tokens}
-
-
-def reply_response(body: ResponsesRequest, answer: Answer) -> Response:
-    """Return the HTTP response for a chat completion: JSON or a stream of events."""
-    if isinstance(answer, dict):
-        return JSONResponse(respond(body, answer))
-    return stream(respond_streaming(body, answer), lambda event: f"event: {event['type']}\n{data(event)}")
-
-
-def respond(body: ResponsesRequest, completion: dict[str, Any]) -> dict[str, Any]:
-    """Translate a whole chat completion to a response."""
-    (choice,) = completion["choices"]
-    translation = Translation(body, completion)
-    message, finish = choice["message"], choice["finish_reason"]
-    text, calls = message["content"], message.get("tool_calls", [])
-    status = "incomplete" if finish == "length" else "completed"
-    output = []
-    if text is not None:
-        logprobs = choice["logprobs"]
-        if calls and logprobs is not None:  # the tokens after the text are those of the calls
-            tokens = logprobs["content"]
-            starts = accumulate((len(token["bytes"]) for token in tokens), initial=0)
-            size = len(text.encode())
-            logprobs = {"content": [token for token, start in zip(tokens, starts, strict=False) if start < size]}
-        output.append(translation.message("completed" if calls else status, [translation.part(text, logprobs)]))
-    for number, call in enumerate(calls):
-        last = number + 1 == len(calls)
-        output.append(translation.call(number, call, status if last else "completed"))
-    response = translation.final_response(output, finish, completion["usage"])
-    return response | {name: completion[name] for name in ("aspd",) if name in completion}
-
-
-class _Events:
-    """Events of a streamed response: items open with their first delta, one at a time.
-
-    Args:
-        body: the request.
-    """
-
-    def __init__(self, body: ResponsesRequest) -> None:
-        self._body, self._numbers = body, count()
-        self._translation: Translation | None = None
-        self._output: list[dict[str, Any]] = []
-        self._text: str | None = None  # of the message, once it is open
-        self._calls: list[dict[str, Any]] = []
-        self._open = False  # whether the last item is open
-
-    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Return an event with the next number."""
-        return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
-
-    @property
-    def translation(self) -> Translation:
-        """Return the translation of the stream's chunks."""
-        assert self._translation is not None, "a stream begins with a chunk"
-        return self._translation
-
-    def begin(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the events of the first chunk."""
-        if self._translation is None:
-            self._translation = Translation(self._body, chunk)
-            yield self.event("created", response=self.translation.begun)
-            yield self.event("in_progress", response=self.translation.begun)
-            if self._body.calling is None:
-                yield from self._open_message()
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """Yield the first events."""
+        yield self._event("created", response=self._base)
+        yield self._event("in_progress", response=self._base)
+        if self._body.task.calling is None:
+            yield from self._open_message()
 
     def delta(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the events of a delta of the chat completion."""
+        """Yield the events of a delta, or of the whole message, of the chat completion."""
         place = {name: delta[name] for name in ("aspd",) if name in delta}
         if (new := delta.get("content")) or (place and new is not None):
             if self._text is None:
                 yield from self._open_message()
             self._text = f"{self._text}{new}"
-            yield self.event("output_text.delta", **self._place, delta=new, logprobs=[], **place)
+            yield self._event("output_text.delta", **self._place, delta=new, logprobs=[], **place)
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 yield from self._close("completed", None)
                 self._calls.append({"id": call["id"], "function": dict(call["function"])})
-                yield from self._add(self._call_item("in_progress"))
+                yield from self._add(self._call("in_progress"))
                 continue
             new = call["function"]["arguments"]
             self._calls[-1]["function"]["arguments"] += new
-            yield self.event("function_call_arguments.delta", **self._item_place, delta=new, **place)
+            yield self._event("function_call_arguments.delta", **self._item_place, delta=new, **place)
 
     def end(self, finish: str, logprobs: Any, usage: dict[str, Any], more: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the last events.
+        """Yield the last events; the very last one has the response.
 
         Args:
             finish, logprobs, usage: those of the chat completion.
@@ -355,9 +221,28 @@ class _Events:
         """
         if not self._output:
             yield from self._open_message()
-        yield from self._close("incomplete" if finish == "length" else "completed", logprobs)
-        response = self.translation.final_response(self._output, finish, usage) | more
-        yield self.event(response["status"], response=response)
+        cut = finish == "length"
+        status = "incomplete" if cut else "completed"
+        yield from self._close(status, logprobs)
+        if self._calls and self._text is not None and logprobs is not None:  # those of the text are known only now
+            self._output[0] = self._message("completed", [self._part(self._text, self._text_logprobs(logprobs))])
+        cached = usage.get("prompt_tokens_details", {"cached_tokens": 0})["cached_tokens"]
+        response = self._base | {
+            "status": status, "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "completed_at": None if cut else int(time.time()), "output": self._output,
+            "usage": response_usage(usage["prompt_tokens"], cached, usage["completion_tokens"]),
+        }  # fmt: skip
+        yield self._event(status, response=response | more)
+
+    def failure(self, error: dict[str, Any]) -> dict[str, Any]:
+        """Return the last event of a failed answer."""
+        code = "server_error" if error["code"] is None else error["code"]
+        failed = {"status": "failed", "error": {"code": code, "message": error["message"]}}
+        return self._event("failed", response=self._base | failed)
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Return an event with the next number."""
+        return {"type": f"response.{kind}", "sequence_number": next(self._events), **fields}
 
     @property
     def _item_place(self) -> dict[str, Any]:
@@ -367,18 +252,39 @@ class _Events:
     def _place(self) -> dict[str, Any]:
         return self._item_place | {"content_index": 0}
 
-    def _call_item(self, status: str) -> dict[str, Any]:
-        return self.translation.call(len(self._calls) - 1, self._calls[-1], status)
+    def _text_logprobs(self, logprobs: dict[str, Any]) -> dict[str, Any]:
+        """Return the log probabilities of the text; the tokens after it are those of the calls."""
+        tokens, size = logprobs["content"], len((self._text or "").encode())
+        starts = accumulate((len(token["bytes"]) for token in tokens), initial=0)
+        return {"content": [token for token, start in zip(tokens, starts, strict=False) if start < size]}
+
+    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        item = {"id": f"msg_{self._number}", "type": "message", "role": "assistant"}
+        return item | {"status": status, "content": content}
+
+    @staticmethod
+    def _part(text: str, logprobs: Any) -> dict[str, Any]:
+        """Return the only part of a message."""
+        tokens = [] if logprobs is None else logprobs["content"]
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": tokens}
+
+    def _call(self, status: str) -> dict[str, Any]:
+        """Return the item of the last call."""
+        call = self._calls[-1]
+        return {
+            "id": f"fc_{self._number}{len(self._calls) - 1}", "type": "function_call", "status": status,
+            "call_id": call["id"], "name": call["function"]["name"], "arguments": call["function"]["arguments"],
+        }  # fmt: skip
 
     def _add(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self._output.append(item)
         self._open = True
-        yield self.event("output_item.added", output_index=len(self._output) - 1, item=item)
+        yield self._event("output_item.added", output_index=len(self._output) - 1, item=item)
 
     def _open_message(self) -> Iterator[dict[str, Any]]:
         self._text = ""
-        yield from self._add(self.translation.message("in_progress", []))
-        yield self.event("content_part.added", **self._place, part=self.translation.part("", None))
+        yield from self._add(self._message("in_progress", []))
+        yield self._event("content_part.added", **self._place, part=self._part("", None))
 
     def _close(self, status: str, logprobs: Any) -> Iterator[dict[str, Any]]:
         """Yield the events of the end of the last item, if it is open."""
@@ -386,16 +292,38 @@ class _Events:
             return
         self._open = False
         if self._calls:
-            item = self._call_item(status)
+            item = self._call(status)
             named = {"name": item["name"], "arguments": item["arguments"]}
-            yield self.event("function_call_arguments.done", **self._item_place, **named)
+            yield self._event("function_call_arguments.done", **self._item_place, **named)
         else:
-            part = self.translation.part(self._text or "", logprobs)
-            item = self.translation.message(status, [part])
-            yield self.event("output_text.done", **self._place, text=part["text"], logprobs=part["logprobs"])
-            yield self.event("content_part.done", **self._place, part=part)
+            part = self._part(self._text or "", logprobs)
+            item = self._message(status, [part])
+            yield self._event("output_text.done", **self._place, text=part["text"], logprobs=part["logprobs"])
+            yield self._event("content_part.done", **self._place, part=part)
         self._output[-1] = item
-        yield self.event("output_item.done", output_index=len(self._output) - 1, item=item)
+        yield self._event("output_item.done", output_index=len(self._output) - 1, item=item)
+
+
+def reply_response(body: ResponsesRequest, answer: Answer) -> Response:
+    """Return the HTTP response for a chat completion: JSON or a stream of events."""
+    if isinstance(answer, dict):
+        return name_ignored(JSONResponse(respond(body, answer)), body)
+    events = respond_streaming(body, answer)
+    return name_ignored(stream(events, lambda event: f"event: {event['type']}\n{data(event)}"), body)
+
+
+def respond(body: ResponsesRequest, completion: dict[str, Any]) -> dict[str, Any]:
+    """Translate a whole chat completion to a response, that of the last event."""
+    (choice,) = completion["choices"]
+    translation = Translation(body, completion)
+    more = {name: completion[name] for name in ("aspd",) if name in completion}
+    events = [
+        *translation.begin(),
+        *translation.delta(choice["message"]),
+        *translation.end(choice["finish_reason"], choice["logprobs"], completion["usage"], more),
+    ]
+    response: dict[str, Any] = events[-1]["response"]
+    return response
 
 
 async def respond_streaming(body: ResponsesRequest, batches: Chunks) -> Chunks:
@@ -405,7 +333,7 @@ async def respond_streaming(body: ResponsesRequest, batches: Chunks) -> Chunks:
         body: the request.
         batches: lists of chunks of a chat completion; the last chunk has its usage.
     """
-    made = _Events(body)
+    translation: Translation | None = None
     finish, logprobs = "", None
     usage: dict[str, Any] = {}
     statistics: dict[str, Any] = {}
@@ -413,16 +341,18 @@ async def respond_streaming(body: ResponsesRequest, batches: Chunks) -> Chunks:
         async for batch in batches:
             events: list[dict[str, Any]] = []
             for chunk in batch:
+                if translation is None:
+                    translation = Translation(body, chunk)
+                    events += translation.begin()
                 if "error" in chunk:
-                    events.append(made.event("failed", response=made.translation.failed(chunk["error"])))
-                    yield events
+                    yield [*events, translation.failure(chunk["error"])]
                     return
-                events += made.begin(chunk)
                 usage = chunk.get("usage") or usage
                 statistics |= {name: chunk[name] for name in ("aspd",) if name in chunk}
                 for choice in chunk["choices"]:
                     finish, logprobs = choice["finish_reason"] or finish, choice.get("logprobs") or logprobs
-                    events += made.delta(choice["delta"])
+                    events += translation.delta(choice["delta"])
             if events:
                 yield events
-    yield list(made.end(finish, logprobs, usage, statistics))
+    assert translation is not None, "a stream begins with a chunk"
+    yield list(translation.end(finish, logprobs, usage, statistics))

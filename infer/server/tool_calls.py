@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -15,7 +15,7 @@ from aspd_jax.json_schema import ReadSchema, json_rule, read_schema
 from aspd_jax.template import Template
 from aspd_jax.tokens import TextCodec
 from aspd_jax.tool_format import ID, ToolFormat
-from infer.answers.stop import canonical
+from infer.answers.stop import canonical, undecided
 from infer.request import Fields, SamplingParams
 
 ID_CHARACTERS, MAX_ID = "A-Za-z0-9_-", 64  # pattern of call ids in the model's text; responses have other ids
@@ -34,7 +34,7 @@ class Function:
     Attributes:
         name: name of the function.
         description: description for the model; empty: none.
-        parameters: JSON schema of its arguments.
+        parameters: JSON schema of its arguments; null means the default of a keyword.
         strict: refuse what grammars do not support in the schema; it is ignored otherwise (`aspd_jax.json_schema`).
     """
 
@@ -42,6 +42,10 @@ class Function:
     description: str
     parameters: Mapping[str, Any]
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        given = {key: value for key, value in self.parameters.items() if value is not None}
+        object.__setattr__(self, "parameters", {"type": "object", "properties": {}} | given)
 
     @property
     def tool(self) -> dict[str, Any]:
@@ -56,9 +60,8 @@ class Function:
 
         Arguments have only the properties that the schema names, unless it says otherwise.
         """
-        given = {key: value for key, value in self.parameters.items() if value is not None}
-        schema = {"type": "object", **given}
-        properties = schema.setdefault("properties", {}) if not _OPEN & set(schema) else None
+        schema = dict(self.parameters)
+        properties = schema["properties"] if not _OPEN & set(schema) else None
         required = schema.get("required", [])
         if isinstance(properties, dict) and isinstance(required, list) and set(map(str, required)) <= set(properties):
             schema["additionalProperties"] = False
@@ -208,7 +211,7 @@ class ToolCalls:
         In mode `auto` an answer is text up to the trigger of a call, which has to be completed.
         """
         form, functions = self._form, self._candidates
-        lines = [f"arguments_{number}: {arguments_rule(function)}" for number, function in enumerate(functions)]
+        lines = [f"arguments_{n}: {json_rule(function.arguments.schema)}" for n, function in enumerate(functions)]
         lines += [
             f"function_{number}: {self._literal(function.name + form.middle)} arguments_{number}"
             for number, function in enumerate(functions)
@@ -338,11 +341,6 @@ def _any(rule: str, functions: Sequence[Any]) -> str:
     return " | ".join(f"{rule}_{number}" for number in range(len(functions)))
 
 
-def arguments_rule(function: Function) -> str:
-    """Return the right side of the grammar rule for the arguments of a function."""
-    return json_rule(function.arguments.schema)
-
-
 def check_schemas(functions: Sequence[Function], where: str) -> None:
     """Check the schemas of functions one at a time.
 
@@ -394,7 +392,8 @@ class CallReader:
     def __init__(self, form: CallText) -> None:
         self.complete = self.count = 0
         self._form = form
-        self._buffer, self._state = "", "text"
+        self._buffer = ""
+        self._state: Callable[[bool], list[Piece]] = self._read_text  # reads what the buffer begins with
         self._begun = False  # whether text precedes the buffer
         self._depth, self._in_string, self._escaped = 0, False, False
         self._bare = False  # whether the calls are bare
@@ -413,12 +412,19 @@ class CallReader:
         pieces: list[Piece] = []
         while True:
             before = self._state, len(self._buffer)
-            pieces += {
-                "text": self._read_text, "name": self._read_name,
-                "arguments": self._read_arguments, "after": self._read_after, "end": self._read_end,
-            }[self._state](final)  # fmt: skip
+            pieces += self._state(final)
             if (self._state, len(self._buffer)) == before:
                 return [piece for piece in pieces if piece.text or piece.kind == "call"]
+
+    def read_whole(self, text: str) -> tuple[str, list[tuple[str, str]]]:
+        """Return the text of a whole answer, and the name and the arguments of each of its calls."""
+        pieces = self.read(text, final=True)
+        calls = [
+            (one.text, "".join(piece.text for piece in pieces if piece.kind == "arguments" and piece.call == one.call))
+            for one in pieces
+            if one.kind == "call"
+        ]
+        return "".join(piece.text for piece in pieces if piece.kind == "text"), calls
 
     def _read_text(self, final: bool) -> list[Piece]:
         if self._form.bare is not None and not self._begun and (head := self._form.bare.match(self._buffer)):
@@ -428,7 +434,7 @@ class CallReader:
         if not self._form.trigger and (self._begun or self._buffer[: max(at, 0)].strip()):
             at = -1
         if at >= 0:
-            text, self._state = self._buffer[:at].rstrip(), "name"
+            text, self._state = self._buffer[:at].rstrip(), self._read_name
             self._buffer = self._buffer[at + len(self._form.begin) :]
             return [Piece("text", text)]
         size = self._certain(final)
@@ -449,8 +455,7 @@ class CallReader:
             return 0 if begin.startswith(self._buffer.lstrip()) else size
         if not self._begun and self._form.may_be_bare(self._buffer):
             return 0
-        held = next((n for n in range(min(len(trigger), size), 0, -1) if trigger.startswith(self._buffer[-n:])), 0)
-        return len(self._buffer[: size - held].rstrip())
+        return len(self._buffer[: size - undecided(self._buffer, [trigger])].rstrip())
 
     def _read_name(self, final: bool) -> list[Piece]:
         name, found, rest = self._buffer.partition(self._form.middle)
@@ -458,7 +463,7 @@ class CallReader:
 
     def _begin_call(self, name: str, rest: str) -> list[Piece]:
         """Begin a call; `rest`: text after its head."""
-        self._buffer, self._state, self._name, self._arguments = rest.lstrip(), "arguments", name, ""
+        self._buffer, self._state, self._name, self._arguments = rest.lstrip(), self._read_arguments, name, ""
         self._depth, self._in_string, self._escaped = 0, False, False
         self._held = name in self._earlier
         if self._held:
@@ -473,10 +478,10 @@ class CallReader:
         self._buffer = text[size:]
         ended = bool(self._arguments) and not self._depth
         if ended:
-            self._state = "after"
+            self._state = self._read_after
             value = canonical(self._arguments)
             if self._held and value in self._earlier[self._name]:
-                self._state = "end"
+                self._state = self._read_end
                 return []
             self._earlier.setdefault(self._name, set()).add(value)
         pieces = [Piece("arguments", text[:size], self.count - 1)]
@@ -508,7 +513,7 @@ class CallReader:
         rest = self._buffer[found.end() :]
         if self._bare:
             return self._begin_call(found["name"], rest)
-        self._buffer, self._state = rest, "name"
+        self._buffer, self._state = rest, self._read_name
         return []
 
     def _read_end(self, final: bool) -> list[Piece]:

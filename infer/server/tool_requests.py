@@ -32,9 +32,7 @@ class FunctionFields(Strict):
     @property
     def function(self) -> Function:
         """Return the function."""
-        given = {key: value for key, value in self.parameters.items() if value is not None}
-        parameters = {"type": "object", "properties": {}} | given
-        return Function(self.name, self.description, parameters, self.strict)
+        return Function(self.name, self.description, self.parameters, self.strict)
 
 
 class Tool(Strict):

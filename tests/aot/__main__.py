@@ -17,6 +17,7 @@ from typing import Any
 
 import aspd  # noqa: F401 (import first: it sets environment variables)
 from aspd.options import HelpFormatter, config_options, mesh_of, positive
+from aspd_jax.configuration import read_config
 from aspd_jax.errors import AspdError
 from aspd_jax.files import write_whole
 from aspd_jax.progress import Bar
@@ -25,7 +26,7 @@ from tests.aot.abstract import abstract_model, configuration
 from tests.aot.decode import CompiledStep, compile_decode_step, step_table
 from tests.aot.report import NOT_MEASURED
 from tests.aot.train import compile_step, train_table
-from train.config import load_config
+from train.config import TrainConfig
 from train.plan import check_named_checkpoint
 
 
@@ -109,12 +110,13 @@ def _plain(compiled: Any) -> dict[str, Any]:
 
 def run_train(options: argparse.Namespace) -> None:
     """Compile the training step of a configuration."""
-    config, target = load_config(options.config, options.overrides), topology.open_topology(options.topology)
+    config = read_config(TrainConfig, options.config, options.overrides)
+    target = topology.open_topology(options.topology)
     check_named_checkpoint(config, options.overrides)
     print(f"{options.config} for {target.name}; {NOT_MEASURED}; compiling", flush=True)
     compiled, planned = compile_step(config, target)
     print(f"\n{train_table(compiled, planned)}")
-    record = {"config": config.as_dict(), "topology": target.name, "chip": asdict(target.chip)}
+    record = {"config": asdict(config), "topology": target.name, "chip": asdict(target.chip)}
     _write(options.json, record | {"plan": asdict(planned), "step": compiled.to_json()})
 
 

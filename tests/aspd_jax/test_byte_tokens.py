@@ -96,6 +96,15 @@ def test_added_tokens_that_are_text_keep_their_ids() -> None:
     assert codec.encode_exactly("plain   ") == ids and set(ids).isdisjoint(codec.byte_tokens.markers.values())
 
 
+@every_codec
+def test_every_byte_has_a_token(codec: TextCodec) -> None:
+    """The token of 0xFF, too, for which llguidance has no bytes: its own tokens begin with this byte."""
+    tokens = codec.byte_tokens.tokens
+    assert {bytes([byte]) for byte in range(256)} <= set(tokens)
+    last = tokens.index(b"\xff")
+    assert codec.token_bytes([last]) == [b"\xff"] and codec.stream().decode([last]) == codec.decode([last]) == "\ufffd"
+
+
 def test_text_without_tokens_is_refused() -> None:
     backend = Tokenizer(models.BPE({"a": 0, "b": 1}, [], byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

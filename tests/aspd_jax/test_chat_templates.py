@@ -13,13 +13,13 @@ import pytest
 from jinja2 import TemplateError
 
 from aspd_jax import LanguageModel
-from aspd_jax.configuration import find_config
+from aspd_jax.configuration import find_config, read_config
 from aspd_jax.errors import ConversationError, RequestError
 from aspd_jax.sources import Conversation, conversation
 from infer import Engine
 from tests.conftest import ROOT, shared
 from tests.train.test_records import STRUCTURE, write
-from train.config import DataSection, load_config
+from train.config import DataSection, TrainConfig
 from train.records import Records, encode_conversation
 
 ANSWER = "{% set c = m.content %}"
@@ -266,8 +266,8 @@ def test_the_second_of_two_answers_in_a_row_is_left_out(lm: LanguageModel, tmp_p
 
 def test_vicuna_is_asked_as_by_fastchat(lm: LanguageModel) -> None:
     """Compare the included template with prompts of FastChat's conversation `vicuna_v1.1`."""
-    config = load_config(ROOT / "configs" / "vicuna_7b.yaml")
-    assert config.data.chat_template == load_config(ROOT / "configs" / "lora_7b.yaml").data.chat_template
+    config = read_config(TrainConfig, ROOT / "configs" / "vicuna_7b.yaml")
+    assert config.data.chat_template == read_config(TrainConfig, ROOT / "configs" / "lora_7b.yaml").data.chat_template
     tokenizer = deepcopy(lm.tokenizer)
     tokenizer.bos_token, tokenizer.eos_token = "<s>", "</s>"
     tokenizer.chat_template = find_config(config.data.chat_template).read_text()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import resource
 import selectors
@@ -25,7 +26,7 @@ from tests.aspd_jax.formats.test_gguf_tokenizer import known_tokenizer
 from tests.aspd_jax.formats.test_peft_adapters import CASES, as_if_trained, base_folder
 from tests.conftest import ROOT
 from train.checkpoints import Checkpoints
-from train.metrics import MetricsWriter
+from train.metrics import open_metrics
 
 KILLED = """
 import os, sys
@@ -131,12 +132,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 
 
 def write_metrics(path: Path, lm: LanguageModel) -> None:
-    writer = MetricsWriter(path.parent, 0)
-    try:
+    with open_metrics(path.parent, 0) as log:
         for step in range(100):
-            writer.write(step, {"loss": 1.0})
-    finally:
-        writer.close()
+            append(log, {"step": step, "loss": 1.0})
+
+
+@pytest.mark.parametrize("damaged", ["not json", "", "\0\0", '{"loss": 1}', "[1]"])
+def test_damaged_metrics_stop_no_run(tmp_path: Path, damaged: str) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 2}}\n{{"step": 3}}\n{{"st')
+    with open_metrics(tmp_path, 2) as log:
+        append(log, {"step": 3})
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
 
 
 def write_journal(path: Path, lm: LanguageModel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 
 import pytest
@@ -10,13 +11,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aspd_jax.blocks.checks import similar
+from aspd_jax.blocks.extract import CONCLUSIONS
 from aspd_jax.lists import (
     Body,
     ListDetector,
     ListForm,
+    Outline,
     begins_item,
     body_of,
-    concludes,
     fork_refusal,
     lead_of,
     next_lead,
@@ -292,15 +294,23 @@ def test_similar_leads(lead: str, other: str, expected: bool) -> None:
 
 
 def test_conclusions() -> None:
-    assert concludes("Conclusion") and concludes("**Final Thoughts**") and not concludes("Include fruit")
+    assert CONCLUSIONS.match("Conclusion") and CONCLUSIONS.match("**Final Thoughts**")
+    assert not CONCLUSIONS.match("Include fruit")
 
 
 REFUSED = {
     "program": ["Write a Python function that sorts a list.", "What is wrong here?\n```\nx = 1\n```"],
-    "derivation": ["Solve for x in the equation x + 3 = 5.", "How many bees are there on Earth?", "What is 3 * 17?"],
+    "derivation": [
+        "Solve for x in the equation x + 3 = 5.", "How many bees are there on Earth?", "What is 3 * 17?",
+        "Where is the shadow? Explain your reasoning steps.", "Show all your work.", "How many x satisfy it", "|x| < 5",
+        "And how do you solve this?",
+    ],
     "connected text": ["Can you help me write a letter to my landlord?", "Tell me a story about a fox."],
-    "course of events": ["Give me a recipe for soup.", "How do I install a sink?", "Explain it step by step."],
-}
+    "course of events": [
+        "Give me a recipe for soup.", "How do I install a sink?", "Explain it step by step.",
+        "Design a five-step workflow.", "Summarize the story with three bullet points.",
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "question"), [(kind, text) for kind, texts in REFUSED.items() for text in texts])
@@ -316,6 +326,12 @@ def test_questions_for_one_whole_are_refused(kind: str, question: str) -> None:
         "Which functions does a kidney have?",
         "Give me five ideas for a story about a fox.",
         "How can a school create a good climate in class?",
+        "Summarize the main ideas of this text.",
+        "I know how much I sleep. What else helps?",
+        "How do you work with difficult colleagues?",
+        "What is two-step verification good for?",
+        "I <3 lists. Give me ideas for gifts.",
+        "Give me tips for ages > 5.",
         "如何改善睡眠？",
     ],
 )
@@ -332,6 +348,22 @@ def test_items_without_a_body_are_refused() -> None:
     for item in ("- Red apples", "- Red apples, such as Gala\n", "- Red apples. They are sweet.\n"):
         assert fork_refusal(["Name fruit."], form, ["Red apples"], item) is None
     assert fork_refusal(["Name fruit."], BULLETS, ["Red apples"], "- Red apples:\n") is None
+
+
+def test_long_questions_take_linear_time() -> None:
+    begun = time.perf_counter()
+    assert fork_refusal(["\n" * 100_000 + "How can I sleep?"], NUMBERS, ["Sleep", "Eat"]) is None
+    assert time.perf_counter() - begun < 10, "quadratic: minutes"
+
+
+def test_a_lead_that_compares_the_others_ends_the_outline() -> None:
+    lead = lead_of("1. **Euclidean geometry**: flat")
+    assert lead is not None
+    outline = Outline(lead, 10)
+    assert outline.take(lead._replace(text="Riemannian geometry"), 5)
+    assert not outline.take(lead._replace(text="Key Differences"), 5)
+    assert outline.leads == ["Euclidean geometry", "Riemannian geometry"]
+    assert outline.take(lead._replace(text="Differences in price"), 5), "negative control"
 
 
 @pytest.mark.parametrize(

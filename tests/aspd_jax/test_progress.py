@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Report after fractions of a second."""
     monkeypatch.setattr(progress, "SILENT", 0.05)
-    monkeypatch.setattr(progress, "LINES", (0.05, 0.1))
+    monkeypatch.setattr(progress, "LINES", (0.05, 0.05))
     monkeypatch.setattr(progress, "EVERY", 0.05)
 
 

@@ -134,14 +134,13 @@ def test_growing_text_is_a_prefix_of_the_whole_text(codec: Codec, numbers: list[
     ids = [(byte_ids[n] if n < 256 else None) or n % size for n in numbers]
     stream, before = text.stream(), ""
     for count in range(len(ids) + 1):
-        stream.extend(np.asarray(ids[:count], np.int32))
+        before += stream.decode(np.asarray(ids[:count], np.int32)[-1:])
         whole = text.decode(ids[:count])
-        held = whole.removeprefix(stream.text)
-        assert whole.startswith(stream.text) and stream.text.startswith(before)
+        held = whole.removeprefix(before)
+        assert whole.startswith(before)
         assert held == "\ufffd" * len(held) and len(held) <= 1
-        before = stream.text
     known = text._backend.decode(ids)
-    if "ByteLevel" in text._steps or "\ufffd" not in known:
+    if None in byte_ids or "\ufffd" not in known:  # `tokenizers` replaces whole runs of byte tokens
         assert text.decode(ids) == known
 
 
@@ -203,7 +202,7 @@ def test_linearisation_follows_the_protocol(tokenizer: PreTrainedTokenizerFast) 
     answer = [Serial("a"), Parallel([Branch("T", "b"), Branch("U", "c")]), Serial("d")]
     linear = codec.linearise(answer)
     words = [tokenizer.convert_ids_to_tokens(int(i)) for i in linear.tokens]
-    head = [codec.text.spell([i]) for i in codec.form.separator]
+    head = [tokenizer.convert_ids_to_tokens(i) for i in codec.form.separator]
     assert codec.text.decode(codec.form.separator) == SEPARATOR
     assert words == [
         "a", "<|title|>", "T", "<|/title|>", "<|title|>", "U", "<|/title|>", "<|para|>",

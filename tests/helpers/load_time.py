@@ -28,8 +28,8 @@ def timed(name: str, function: Callable[[], Result]) -> Result:
 
 def main(model: str) -> None:
     file = find_model(model)
-    opened = timed("metadata and tensor descriptions", lambda: open_gguf_file(Path(file)))
-    timed("all tensors, read and dequantised", lambda: sum(tensor.values().size for tensor in opened.tensors.values()))
+    _, tensors = timed("metadata and tensor descriptions", lambda: open_gguf_file(Path(file)))
+    timed("all tensors, read and dequantised", lambda: sum(tensor.values().size for tensor in tensors.values()))
     timed("metadata, configuration and tokenizer", lambda: open_checkpoint(file))
     lm = timed("load_model: all of this, with parameters", lambda: load_model(file))
     timed("codec", lambda: lm.codec)

@@ -18,7 +18,7 @@ from aspd_jax.sharding import make_mesh
 from aspd_jax.structure import Parallel
 from tests.helpers.byte_tokenizer import train_tokenizer
 from tests.helpers.tasks import problem, record
-from train.batches import Batch, RecordBatches
+from train.batches import Batch, record_batches
 from train.config import DataSection, ModelSection, TrainConfig
 from train.records import Records
 from train.setup import Setup, as_configured, load, set_up
@@ -124,4 +124,4 @@ def prepared(config: TrainConfig) -> Setup:
 def first_batch(config: TrainConfig, lm: LanguageModel) -> Batch:
     """The first batch of a run."""
     records = Records(lm, config.data.train, config.data, Path(FOLDER.name) / "tokenised")
-    return next(RecordBatches(records, lm.codec.special, config))
+    return next(record_batches(records, lm.codec.special, config))

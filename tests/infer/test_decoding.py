@@ -137,8 +137,8 @@ def test_a_mesh_changes_no_answer(name: str, tmp_path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[str, dict[str, Any]]] = {
-    "no window": ("mistral_window", {"window": None, "windowed_layers": ()}),
-    "window too long": ("mistral_window", {"window": 6}),
+    "no window": ("mistral_window", {"windows": ()}),
+    "window too long": ("mistral_window", {"windows": (6,) * 4}),
     "ropes exchanged": ("gemma3", {"rope": RopeConfig(theta=20.0), "window_rope": RopeConfig(theta=500.0)}),
     "one rope": ("gemma3", {"window_rope": None}),
     "linear scaling dropped": ("llama_linear", {"rope": RopeConfig()}),

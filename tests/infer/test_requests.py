@@ -157,13 +157,13 @@ def test_messages_as_clients_send_them() -> None:
     assert not said and [tuple(message.plain.values()) for message in chat.messages] == plain
     response, said = parse("responses", {**RESPONSES, "input": messages, "instructions": "first"})
     first = ("system", "first\n\nd")  # templates such as Gemma's refuse a second system message
-    assert not said and [tuple(m.values()) for m in response.conversation] == [first, *plain[1:]]
+    assert not said and [tuple(m.values()) for m in response.task.prompts[0]] == [first, *plain[1:]]
     twice = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}, *messages[1:2]]
     chat, _ = parse("chat/completions", {**CHAT, "messages": twice})
-    assert [tuple(m.values()) for m in chat.conversation] == [("system", "a\n\nb"), ("user", "abc")]
+    assert [tuple(m.values()) for m in chat.task.prompts[0]] == [("system", "a\n\nb"), ("user", "abc")]
     refused = {"role": "assistant", "content": None, "refusal": "No."}
     chat, said = parse("chat/completions", {**CHAT, "messages": [*messages[:2], refused]})
-    assert not said and chat.conversation[-1] == {"role": "assistant", "content": "No."}
+    assert not said and chat.task.prompts[0][-1] == {"role": "assistant", "content": "No."}
     for table in (MESSAGE, PART):
         for name, neutral in table.items():
             for value in (None, *neutral.values, *(SAMPLES[kind] for kind in neutral.kinds)):
@@ -220,7 +220,7 @@ def test_variables_of_the_chat_template(server: Running, monkeypatch: pytest.Mon
 def test_no_limit_as_clients_of_local_servers_ask_for_it() -> None:
     for field in ("max_tokens", "max_completion_tokens"):
         body, said = parse("chat/completions", {**CHAT, field: -1})
-        assert not said and body.limit is None
+        assert not said and body.task.limit is None
     assert parse("completions", {**TEXT, "max_tokens": -1})[1].startswith("max_tokens: expected at least 0")
 
 

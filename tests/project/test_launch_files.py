@@ -16,9 +16,10 @@ import pytest
 import yaml
 
 import aspd
+from aspd_jax.configuration import read_config
 from aspd_jax.errors import ConfigError
 from tests.conftest import ROOT
-from train.config import load_config
+from train.config import TrainConfig
 
 SCRIPTS = sorted([*ROOT.glob("*/launch/*.sh"), *ROOT.glob("*/launch/*.sbatch")])
 MANIFESTS = sorted(ROOT.glob("*/launch/*.yaml"))
@@ -103,9 +104,9 @@ def test_configurations_of_training_examples() -> None:
     examples = training_examples()
     assert len(examples) == 3
     for config, *overrides in examples:
-        assert load_config(ROOT / config, overrides).mesh.fsdp == 16
+        assert read_config(TrainConfig, ROOT / config, overrides).mesh.fsdp == 16
         with pytest.raises(ConfigError, match="expected a multiple of mesh"):  # negative control
-            load_config(ROOT / config, ["mesh.fsdp=16"])
+            read_config(TrainConfig, ROOT / config, ["mesh.fsdp=16"])
 
 
 def test_commands_of_manifests() -> None:

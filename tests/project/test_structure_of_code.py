@@ -51,7 +51,7 @@ def test_imports_run_one_way(file: Path) -> None:
 def test_forbidden_imports_are_seen() -> None:
     """Negative control."""
     for text in (
-        "from aspd_jax.pipeline.work import W",
+        "from aspd_jax.pipeline.build import B",
         "from aspd_jax import pipeline",
         "import aspd_jax.pipeline",
     ):

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 import pytest
 
+from aspd_jax.configuration import read_config
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats import open_checkpoint
 from aspd_jax.sharding import make_mesh
 from tests.conftest import ROOT
 from tests.helpers.training import changed, first_batch, written
-from train.config import DataSection, ModelSection, TrainConfig, load_config
+from train.config import DataSection, ModelSection, TrainConfig
 from train.metrics import PEAK_FLOPS, model_flops, peak_flops
 from train.plan import plan, planned_shape, report
 from train.setup import load, set_up
@@ -99,14 +100,16 @@ def test_the_gathered_head_and_its_gradient_by_hand(change: dict[str, object], s
 
 
 def test_shipped_plans() -> None:
-    text = report(load_config(ROOT / "configs" / "vicuna_7b.yaml"))
+    text = report(read_config(TrainConfig, ROOT / "configs" / "vicuna_7b.yaml"))
     assert "6.738 billion parameters, 6.738 billion of them trained" in text and "| total | " in text
-    big = plan(load_config(ROOT / "configs" / "qwen_32b.yaml"))
+    big = plan(read_config(TrainConfig, ROOT / "configs" / "qwen_32b.yaml"))
     assert 32.5e9 < big.parameters < 33e9 and big.total < 40 * 2**30
-    adapters = plan(load_config(ROOT / "configs" / "lora_7b.yaml"))
+    adapters = plan(read_config(TrainConfig, ROOT / "configs" / "lora_7b.yaml"))
     assert adapters.trained < 0.06 * adapters.parameters and adapters.total < 24 * 2**30
-    spread = plan(load_config(ROOT / "configs" / "vicuna_7b.yaml", ["mesh.fsdp=4"]))
-    assert spread.weights == pytest.approx(2 * plan(load_config(ROOT / "configs" / "vicuna_7b.yaml")).weights, rel=0.01)
+    spread = plan(read_config(TrainConfig, ROOT / "configs" / "vicuna_7b.yaml", ["mesh.fsdp=4"]))
+    assert spread.weights == pytest.approx(
+        2 * plan(read_config(TrainConfig, ROOT / "configs" / "vicuna_7b.yaml")).weights, rel=0.01
+    )
 
 
 def test_the_checkpoint_is_read_where_it_is_there(tmp_path: Path) -> None:
@@ -130,8 +133,10 @@ def test_the_checkpoint_is_read_where_it_is_there(tmp_path: Path) -> None:
 
 def test_full_training_of_7b_fits_the_devices_that_the_pages_name() -> None:
     """Check that no page says 24 GB: leave 12 %, by which plans may be too low."""
-    needed = plan(load_config(ROOT / "configs" / "vicuna_7b.yaml")).total * 1.12
-    assert 24e9 < needed < 40e9 and plan(load_config(ROOT / "configs" / "lora_7b.yaml")).total * 1.12 < 24e9
+    needed = plan(read_config(TrainConfig, ROOT / "configs" / "vicuna_7b.yaml")).total * 1.12
+    assert (
+        24e9 < needed < 40e9 and plan(read_config(TrainConfig, ROOT / "configs" / "lora_7b.yaml")).total * 1.12 < 24e9
+    )
     assert "(all its parameters) eight of 40 GB" in (ROOT / "README.md").read_text()
     assert "8 accelerators of 40 GB" in (ROOT / "configs" / "vicuna_7b.yaml").read_text()
 

@@ -22,7 +22,7 @@ from aspd_jax.structure import from_json, plain_text, to_json
 from aspd_jax.tokens import add_special_tokens
 from tests.conftest import ROOT, shared
 from tests.helpers.tasks import problem
-from train.batches import RecordBatches, record_held_out, record_steps
+from train.batches import record_batches, record_held_out, record_steps
 from train.config import DataSection, ModelSection, TrainConfig
 from train.records import Example, Records, encode_conversation
 
@@ -242,7 +242,7 @@ def test_batches_hold_every_record_once_an_epoch(lm: LanguageModel, tmp_path: Pa
     config = TrainConfig(MODEL, data=replace(DATA, train=(file,)), steps=0, epochs=2)
     records = Records(lm, [file], config.data, tmp_path / "cache")
     wanted = sorted([records[n].tokens.tolist() for n in range(len(records))] * 2)
-    stream = RecordBatches(records, lm.codec.special, config, 2)
+    stream = record_batches(records, lm.codec.special, config, 2)
     batches = [next(stream) for _ in range(record_steps(records, config))]
     with pytest.raises(StopIteration):
         next(stream)
@@ -276,20 +276,20 @@ def test_the_stream_goes_on_where_it_stood(lm: LanguageModel, tmp_path: Path) ->
     config = TrainConfig(MODEL, data=replace(DATA, train=(file,)), steps=1)
     records = Records(lm, [file], config.data, tmp_path / "cache")
 
-    def stream() -> RecordBatches:
-        return RecordBatches(records, lm.codec.special, config)
+    def stream() -> Any:
+        return record_batches(records, lm.codec.special, config)
 
     whole = stream()
     for _ in range(5):
         next(whole)
-    state = json.loads(json.dumps(whole.state))
+    state = json.loads(json.dumps(whole.get_state()))
     resumed = stream()
-    resumed.state = state
+    resumed.set_state(state)
     for _ in range(12):
         a, b = next(whole), next(resumed)
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_array_equal(a.layout.position, b.layout.position)
-    other = RecordBatches(records, lm.codec.special, replace(config, seed=1))
+    other = record_batches(records, lm.codec.special, replace(config, seed=1))
     assert not np.array_equal(next(other).tokens, next(stream()).tokens)
 
 

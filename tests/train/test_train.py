@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from aspd_jax.pipeline.data_config import DataConfig
 from infer.evaluation.config import EvalConfig
 from tests.conftest import ROOT
 from tests.helpers.training import first_batch, small
-from train.config import TrainConfig, load_config
+from train.config import TrainConfig
 from train.loss import next_token_loss
 
 
@@ -126,25 +127,27 @@ def test_shipped_configs_load(file: Path) -> None:
 def test_config_errors_name_file_and_field(text: str, overrides: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        load_config(tmp_path / "config.yaml", overrides)
+        read_config(TrainConfig, tmp_path / "config.yaml", overrides)
 
 
 def test_configs_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_bytes("model: {checkpoint: café}".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"config\.yaml: unacceptable character #x00e9"):
-        load_config(file)
+        read_config(TrainConfig, file)
     file.write_bytes("steps: 1\ndata: {train: é, cache: é}\nmodel: {checkpoint: &name é}".encode())
-    assert load_config(file).data.train == (load_config(file).model.checkpoint,) == ("é",)
+    assert read_config(TrainConfig, file).data.train == (read_config(TrainConfig, file).model.checkpoint,) == ("é",)
 
 
 def test_config_reads_overrides_and_exponents(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(
         "steps: 7\nmodel: {checkpoint: demo}\ndata: {train: a.jsonl}\noptimiser:\n  learning_rate: 3e-4\n  clip: 2\n"
     )
-    config = load_config(tmp_path / "config.yaml", ["steps=9", "model.siblings=shared", "optimiser.beta1=0.8"])
+    config = read_config(
+        TrainConfig, tmp_path / "config.yaml", ["steps=9", "model.siblings=shared", "optimiser.beta1=0.8"]
+    )
     assert (config.steps, config.model.siblings) == (9, "shared")
     assert (config.optimiser.learning_rate, config.optimiser.clip, config.optimiser.beta1) == (3e-4, 2.0, 0.8)
-    assert config_from_dict(TrainConfig, json.loads(json.dumps(config.as_dict())), "config.json") == config
+    assert config_from_dict(TrainConfig, json.loads(json.dumps(asdict(config))), "config.json") == config
     with pytest.raises(ConfigError, match="expected a YAML file, got none"):
-        load_config(tmp_path / "none.yaml")
+        read_config(TrainConfig, tmp_path / "none.yaml")

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from aspd_jax import load_model
 from aspd_jax.errors import CheckpointError, ConfigError, DataError
 from tests.conftest import ROOT
 from tests.helpers.training import SHAPE, changed, first_batch, losses, prepared, small, wide, written
-from train.batches import RecordBatches
+from train import batches
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig
 from train.loop import export
@@ -38,15 +39,15 @@ from train.step import TrainState
 
 def interrupt(config: TrainConfig, run: Path, step: int, monkeypatch: Any) -> None:
     """Train until the data of a step is asked for, in a new run."""
-    draw, steps = RecordBatches.__next__, itertools.count()
+    draw, steps = batches._as_batch, itertools.count()
 
-    def failing(batches: RecordBatches) -> Any:
+    def failing(*arguments: Any) -> Any:
         if next(steps) == step:
             raise KeyboardInterrupt
-        return draw(batches)
+        return draw(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RecordBatches, "__next__", failing)
+        patch.setattr(batches, "_as_batch", failing)
         with pytest.raises(KeyboardInterrupt):
             run_training(config, run, progress=False)
 
@@ -61,8 +62,8 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, monkey
     whole = run_training(config, tmp_path / "whole", progress=False)
 
     interrupt(config, tmp_path / "cut", 3, monkeypatch)
-    draw, drawn = RecordBatches.__next__, []
-    monkeypatch.setattr(RecordBatches, "__next__", lambda batches: drawn.append(1) or draw(batches))
+    draw, drawn = batches._as_batch, []
+    monkeypatch.setattr(batches, "_as_batch", lambda *arguments: drawn.append(1) or draw(*arguments))
     resumed = run_training(config, tmp_path / "cut", progress=False)
     assert len(drawn) == 2, "goes on from the checkpoint of step 2"
     jax.tree.map(np.testing.assert_array_equal, whole.params, resumed.params)
@@ -89,7 +90,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, monkey
 def test_a_run_whose_files_have_changed_is_not_resumed(tmp_path: Path, capsys: Any) -> None:
     config, run = written(changed(SHAPE, steps=1), tmp_path), tmp_path / "run"
     (records,), weights = map(Path, config.data.train), tmp_path / "base" / "model.safetensors"
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(config.as_dict()))))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(asdict(config)))))
     command = ["train", str(tmp_path / "config.yaml"), "--output", str(run)]
     assert aspd.main(command) == 0 and capsys.readouterr().out.endswith(f"model written to {run / 'model'}\n")
     assert aspd.main(command) == 0, "negative control: the same files"
@@ -190,7 +191,7 @@ def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> None:
 def test_kill_9_at_any_moment(tmp_path: Path) -> None:
     """Check that a run killed at random moments has the losses and the model of an uninterrupted run."""
     config = changed(small(), steps=12, save_every=1, keep=2, log_every=1)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(config.as_dict()))))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(asdict(config)))))
     run_training(config, tmp_path / "whole", progress=False)
     cut = tmp_path / "cut"
     command = ["train", str(tmp_path / "config.yaml"), "--output", str(cut)]
@@ -276,7 +277,7 @@ def test_several_processes_need_a_mesh_of_all_devices(tmp_path: Path, monkeypatc
 
 @pytest.mark.further
 def test_a_process_without_a_cluster_says_so(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(small().as_dict()))))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(asdict(small())))))
     command = [sys.executable, "-m", "aspd", "train", str(tmp_path / "config.yaml"), "--distributed"]
     done = subprocess.run([*command, "--output", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -288,7 +289,7 @@ def test_two_processes_train_together(tmp_path: Path) -> None:
     config = changed(wide(), steps=2, save_every=2, mesh__data=2, mesh__fsdp=2)
     run_training(changed(config, mesh__data=1, mesh__fsdp=1), tmp_path / "one", progress=False)
     config = changed(config, model__scan=True)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(config.as_dict()))))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(asdict(config)))))
     port = 20000 + os.getpid() % 20000
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     processes = [

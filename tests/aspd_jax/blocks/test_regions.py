@@ -8,15 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aspd_jax.blocks.checks import find_defect
+from aspd_jax.blocks.checks import find_defects
 from aspd_jax.blocks.extract import propose
-from aspd_jax.blocks.leads import with_leads
+from aspd_jax.blocks.measures import estimate_tokens
 from aspd_jax.blocks.regions import regions_of
-from aspd_jax.blocks.spans import BlockSpan, BranchSpan
+from aspd_jax.blocks.spans import BlockSpan, BranchSpan, with_leads
 from aspd_jax.errors import StructureError
-from aspd_jax.pipeline import rule_stages
-from aspd_jax.pipeline.data_config import DataConfig, SelectSection
-from aspd_jax.pipeline.work import Answer, Work
+from aspd_jax.pipeline import entries
+from aspd_jax.pipeline.data_config import SelectSection
 
 THOUGHT = "So:\n\n1. red is warm\n2. blue is cold\n3. green is new\n"
 ANSWER = "1. **Red**: it is warm.\n2. **Blue**: it is cold.\n3. **Green**: it is new."
@@ -48,7 +47,7 @@ def test_a_thought_and_an_answer_have_lists_of_their_own(name: str, newline: str
     texts = [[answer[b.start : b.end].strip() for b in with_leads(answer, block).branches] for block in blocks]
     expected = [["1. red is warm", "2. blue is cold", "3. green is new"], ANSWER.split("\n")]
     assert texts == ([expected[1], *expected] if name.startswith("between") else expected)
-    assert [find_defect(answer, with_leads(answer, block)) for block in blocks] == [None] * len(texts)
+    assert [list(find_defects(answer, with_leads(answer, block))) for block in blocks] == [[]] * len(texts)
 
 
 def test_a_thought_without_tags_would_be_cut_with_the_answer() -> None:
@@ -137,14 +136,13 @@ def test_a_lead_ends_within_its_part() -> None:
 
 def test_a_block_lies_in_one_region(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = "<think>First comes this one. Then comes that one.</think>\n\nHere is what I found."
-    work = Work(DataConfig(select=SelectSection(min_tokens=1)), "")
     first, then, here = (answer.index(word) for word in ("First", "Then", "Here"))
     for start, middle, end, fits in ((first, then, answer.index("</think>"), True), (then, here, len(answer), False)):
         block = BlockSpan((BranchSpan("One", start, middle), BranchSpan("Two", middle, end)))
-        monkeypatch.setattr(rule_stages, "propose", lambda text, block=block: [(block,)])
-        result = rule_stages.propose_by_rules(work, Answer((), answer))
-        assert bool(result.candidates) == fits
-        assert fits or "from one region into another" in result.rejected[0]["reason"]
+        monkeypatch.setattr(entries, "propose", lambda text, block=block: [(block,)])
+        candidates, rejected = entries.propose_by_rules(SelectSection(min_tokens=1), estimate_tokens, answer)
+        assert bool(candidates) == fits
+        assert fits or "from one region into another" in rejected[0]["reason"]
 
 
 LINES = st.sampled_from(

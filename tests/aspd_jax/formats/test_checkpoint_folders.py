@@ -20,7 +20,7 @@ from aspd_jax.formats import open_tokenizer
 from aspd_jax.formats.hf_config import check_fields, make_config
 from aspd_jax.formats.shards import find_tensors, read_stored
 from aspd_jax.layout import HIDDEN
-from aspd_jax.model.config import from_hugging_face
+from aspd_jax.model.config import ModelConfig, from_hugging_face
 from infer import Engine, SamplingParams
 from tests.aspd_jax.model.test_model import logits_of
 from tests.aspd_jax.test_tokens import byte_level
@@ -167,8 +167,32 @@ def test_real_fields_that_change_nothing(name: str, tmp_path: Path) -> None:
 )
 def test_fields_that_change_results_are_refused(config: dict[str, Any], field: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        check_fields("config.json", config)
+        checked(config)
     assert field in str(caught.value)
+
+
+def checked(config: dict[str, Any]) -> ModelConfig:
+    """Return the configuration of a model after all checks of its fields."""
+    check_fields("config.json", config)
+    return from_hugging_face(make_config(config, "config.json"), "float32")
+
+
+@pytest.mark.parametrize(
+    ("family", "types", "windows"),
+    [
+        ({"model_type": "mistral"}, ["sliding_attention"] * 2, (4096, 4096)),
+        (QWEN2 | {"use_sliding_window": True}, ["full_attention", "sliding_attention"], (None, 4096)),
+        (QWEN2, ["full_attention"] * 2, ()),
+    ],
+)
+def test_a_family_has_a_window_where_the_file_states_none(
+    family: dict[str, Any], types: list[str], windows: tuple[int | None, ...]
+) -> None:
+    config = tiny_config(**family, layer_types=types)
+    assert "sliding_window" not in config and checked(config).windows == windows
+    if windows:  # negative control
+        with pytest.raises(CheckpointError, match="expected full_attention without a sliding window"):
+            checked(config | {"sliding_window": None})
 
 
 @pytest.mark.parametrize("weights", ["float", "int8"])

@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats.gguf_file import open_gguf_file
-from aspd_jax.formats.gguf_metadata import Metadata
 
 SIZES = {
     **{GGUFValueType[f"{sign}INT{bits}"]: (sign, bits) for sign in ("", "U") for bits in (8, 16, 32, 64)},
@@ -90,8 +89,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @given(values=st.dictionaries(st.text("abc._", min_size=1, max_size=6), VALUES, max_size=5))
 def test_values_and_tensors_are_those_of_the_library(values: dict[str, Any], tmp_path_factory: Any) -> None:
     file = write(tmp_path_factory.mktemp("gguf") / "a.gguf", values, TENSORS)
-    opened, theirs = open_gguf_file(file), GGUFReader(file)
-    metadata = Metadata(file, opened.values)
+    (metadata, tensors), theirs = open_gguf_file(file), GGUFReader(file)
     fields = {key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
     assert metadata.keys == list(fields)
     for key, value in fields.items():
@@ -100,9 +98,9 @@ def test_values_and_tensors_are_those_of_the_library(values: dict[str, Any], tmp
             assert np.float32(ours) == np.float32(value) and len(str(ours)) <= len(str(value))
         else:
             assert ours == value and type(ours) is type(value)
-    assert list(opened.tensors) == [tensor.name for tensor in theirs.tensors]
+    assert list(tensors) == [tensor.name for tensor in theirs.tensors]
     for tensor in theirs.tensors:
-        own = opened.tensors[tensor.name]
+        own = tensors[tensor.name]
         assert own.shape == tuple(tensor.shape[::-1]) == TENSORS[tensor.name].shape
         np.testing.assert_array_equal(own.values(), dequantize(tensor.data, tensor.tensor_type))
 
@@ -115,7 +113,7 @@ def test_values_do_not_depend_on_the_rows_dequantised_at_a_time(
     file = write(tmp_path / "a.gguf", {}, {"x": expected})
     monkeypatch.setattr("aspd_jax.formats.gguf_file.DEQUANTISED", at_a_time)
     (tensor,) = GGUFReader(file).tensors
-    values = open_gguf_file(file).tensors["x"].values()
+    values = open_gguf_file(file)[1]["x"].values()
     np.testing.assert_array_equal(values, dequantize(tensor.data, tensor.tensor_type))
     assert values.shape == expected.shape and np.abs(values - expected).max() < 0.05
 
@@ -132,7 +130,7 @@ def test_blocks_of_published_files_are_those_of_the_library(name: str, tmp_path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    tensor = open_gguf_file(tmp_path / "a.gguf").tensors["x"]
+    tensor = open_gguf_file(tmp_path / "a.gguf")[1]["x"]
     assert tensor.shape == (3, 512) and np.ptp(tensor.values()) > 0
     np.testing.assert_array_equal(tensor.values(), dequantize(blocks, kind))
 
@@ -145,11 +143,10 @@ def opens(file: Path, content: bytes) -> bool:
     """Return whether a file with this content opens, or is refused without its name; other errors fail the test."""
     file.write_bytes(content)
     try:
-        opened = open_gguf_file(file)
-        metadata = Metadata(file, opened.values)
+        metadata, tensors = open_gguf_file(file)
         for key in metadata.keys:
             metadata.get(key)
-        for tensor in opened.tensors.values():
+        for tensor in tensors.values():
             with np.errstate(all="ignore"):
                 tensor.values()
     except CheckpointError as error:
@@ -230,6 +227,6 @@ def test_big_endian_files_are_refused(tmp_path: Path) -> None:
 
 def test_text_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(header(rest=value(8, struct.pack("<Q", 1), b"\xff")))
-    metadata = Metadata(tmp_path / "a.gguf", open_gguf_file(tmp_path / "a.gguf").values)
+    metadata, _ = open_gguf_file(tmp_path / "a.gguf")
     with pytest.raises(CheckpointError, match="k: expected text in UTF-8"):
         metadata.get("k")

@@ -87,15 +87,14 @@ CHANGES: dict[str, tuple[ModelConfig, Any]] = {
     "after_norms": (BASE, True),
     "embedding_scale": (BASE, 3.0),
     "query_scale": (BASE, 1.0),
-    "window_rope": (replace(BASE, window=12, windowed_layers=(True, False)), RopeConfig(theta=3.0)),
+    "window_rope": (replace(BASE, windows=(12, None)), RopeConfig(theta=3.0)),
     "rope": (BASE, RopeConfig(theta=100.0)),
     "query_bias": (BASE, True),
     "output_bias": (BASE, True),
     "feed_forward_bias": (BASE, True),
     "query_norm": (BASE, True),
     "tied": (BASE, True),
-    "window": (replace(BASE, window=12, windowed_layers=(True, True)), 4),
-    "windowed_layers": (replace(BASE, window=4, windowed_layers=(True, True)), (False, True)),
+    "windows": (replace(BASE, windows=(12, 12)), (4, 4)),
     "positions": (BASE, "max"),
     "siblings": (BASE, "shared"),
     "dtype": (BASE, "bfloat16"),
@@ -220,14 +219,14 @@ def test_chunked_gradients_equal_the_reference(monkeypatch: Any) -> None:
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     ("windows", "window_rope"),
-    [((), None), ((True, True), None), ((False, True), None), ((False, True), RopeConfig(theta=3.0))],
+    [((), None), ((5, 5), None), ((None, 5), None), ((None, 5), RopeConfig(theta=3.0))],
     ids=str,
 )
 @pytest.mark.parametrize("remat", [False, True])
 def test_scanned_layers_are_the_same_layers(
-    windows: tuple[bool, ...], window_rope: RopeConfig | None, remat: bool
+    windows: tuple[int | None, ...], window_rope: RopeConfig | None, remat: bool
 ) -> None:
-    config = replace(BASE, window=5 if windows else None, windowed_layers=windows, window_rope=window_rope)
+    config = replace(BASE, windows=windows, window_rope=window_rope)
     tokens = np.array([BLOCK])
     layout = build_layout(tokens, SPECIAL)
     plain = Transformer(config)

@@ -11,7 +11,7 @@ import pytest
 import aspd
 from aspd_jax.blocks.measures import estimate_tokens, measure
 from aspd_jax.blocks.spans import spans_of
-from aspd_jax.pipeline.data_report import Report, statistics
+from aspd_jax.pipeline.data_report import Report
 from aspd_jax.structure import Branch, Parallel, Serial, plain_text
 from tests.conftest import ROOT
 from tests.helpers.pipeline_data import write_two
@@ -71,7 +71,7 @@ def test_statistics_of_names_and_leads(begin: str, efficiency: float, speedup: f
     branches = [Branch(begin.format(name).strip() or name, begin.format(name) + text) for name, text in named]
     structure = (Serial("Two:\n"), Parallel(branches))
     spans = spans_of(structure, "leads" if begin else "names")
-    found = statistics([measure(plain_text(structure), spans, estimate_tokens)])
+    found = Report(answers=[measure(plain_text(structure), spans, estimate_tokens)]).statistics()
     assert (found["PE"], found["ideal_speedup"]) == (efficiency, speedup)
 
 

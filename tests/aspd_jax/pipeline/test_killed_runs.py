@@ -51,7 +51,7 @@ def processed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(
         aspd_jax.pipeline.build,
         "entry_of",
-        lambda work, record: numbers.append(record.number) or entry_of(work, record),
+        lambda select, count, record: numbers.append(record.number) or entry_of(select, count, record),
     )
     return numbers
 

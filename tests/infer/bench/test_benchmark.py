@@ -18,7 +18,7 @@ from aspd_jax.language_model import as_int8
 from aspd_jax.shapes import SHAPES, benchmark_model
 from infer.bench import decoding
 from infer.bench import step_times as times
-from infer.bench.decoding import answer_rows, answer_times
+from infer.bench.decoding import answer_table, answer_times
 from infer.bench.step_times import copy_bandwidth, logit_error, measure_steps, step_table
 from tests.conftest import tiny_config, write_checkpoint
 
@@ -63,7 +63,7 @@ def test_it_times_the_answers_it_says(tiny: LanguageModel) -> None:
     for result in (adaptive, serial):
         assert 0 < result.first_token < result.latency <= result.slowest
         assert 0 < result.fastest <= result.seconds <= result.slowest
-    text = answer_rows([adaptive, serial])
+    text = answer_table([adaptive, serial])
     assert f"| 2 | 3 branches of 10 | {content} | {path - 1} |" in text
     assert f"| {serial.seconds / adaptive.seconds:.2f}x |" in text
     with pytest.raises(RequestError, match="2 branches of at least 6 tokens, got 3 of 5"):

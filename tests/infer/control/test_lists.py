@@ -460,12 +460,13 @@ class TestSmolLM2:
     def test_a_continued_answer_has_serial_lists(self, engine: Engine) -> None:
         """Check that the rules never take the beginning of an answer for the question."""
         messages = [{"role": "user", "content": self.QUESTION}, {"role": "assistant", "content": "Here are five:\n\n"}]
-        assert engine.check(messages[:1]).lists and not engine.check(messages, continue_final_message=True).lists
+        continued = engine.check(messages, continue_final_message=True)
+        assert engine.check(messages[:1]).lists and not continued.lists and continued.mode == "serial"
 
     def test_lists_may_be_serial(self, engine: Engine) -> None:
-        """Check `lists="serial"` against serial mode."""
+        """Check `lists="serial"` against serial mode; tags, which the model never learned, are not permitted."""
         message = [[{"role": "user", "content": self.QUESTION}]]
-        params = SamplingParams(max_new_tokens=60)
+        params = SamplingParams(max_new_tokens=60, logit_bias={engine.config.special.title_start: 100.0})
         own = Engine(engine.lm, max_length=640, max_batch=2, lists="serial")
         assert (
             own.generate(message, params)[0].token_ids == engine.generate(message, params, mode="serial")[0].token_ids

@@ -23,7 +23,7 @@ from infer.answers.answer import content_ids
 from infer.evaluation.config import DecodingSection, EvalConfig, SpeedSection, System
 from infer.evaluation.conversations import answer_questions
 from infer.evaluation.health import health
-from infer.evaluation.intervals import difference, interval
+from infer.evaluation.intervals import difference, interval, ratio
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import time_questions
 from notebooks.figures import timeline
@@ -182,13 +182,13 @@ def test_health_of_a_structure() -> None:
         Serial("Done."),
     )
     of = health(["What?"], structure, True, count, "names")
-    assert of.forked and of.well_formed and of.branches == (3,) and of.dependent == 0
-    assert (of.tokens, of.branch_tokens, of.title_tokens) == (2 + 10 + 10 + 3 + 1, 23, 3)
-    assert not health(["What?"], structure, False, count, "names").well_formed
+    assert of["forked"] and of["well_formed"] and of["branches"] == [3] and of["dependent"] == 0
+    assert (of["tokens"], of["branch_tokens"], of["title_tokens"]) == (2 + 10 + 10 + 3 + 1, 23, 3)
+    assert not health(["What?"], structure, False, count, "names")["well_formed"]
     chained = (Parallel([Branch("a", "a: 3 + 4 = 7 pens\n"), Branch("b", "b: As mentioned above, 7 pens\n")]),)
-    assert health(["What?"], chained, True, count, "names").dependent == 1
+    assert health(["What?"], chained, True, count, "names")["dependent"] == 1
     plain = health(["What?"], (Serial("Nothing."),), True, count, "names")
-    assert not plain.forked and plain.well_formed
+    assert not plain["forked"] and plain["well_formed"]
 
 
 def test_intervals_cover_the_mean() -> None:
@@ -203,6 +203,7 @@ def test_intervals_cover_the_mean() -> None:
     exact = stats.t.interval(0.95, 199, values.mean(), stats.sem(values))
     assert (of.low, of.high) == pytest.approx(exact, abs=0.03)
     assert interval([2.0]) == (2.0, 2.0, 2.0, 1) and interval([1.0, 1.0]) == (1.0, 1.0, 1.0, 2)
+    assert ratio([], []).values == 0 and ratio([4.0], [2.0]) == (2.0, 2.0, 2.0, 1)
 
 
 def test_differences_are_paired() -> None:
@@ -295,6 +296,12 @@ def test_nothing_is_done_twice_and_other_settings_are_refused(finished: tuple[Pa
         assert aspd.main(["eval", "run", str(config), "--output", str(folder)]) == 2
         assert said in capsys.readouterr().err
     file.write_text(json.dumps(stored))
+
+
+def test_a_damaged_run_is_named(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text("{")
+    assert aspd.main(["eval", "report", str(tmp_path)]) == 2
+    assert "config.json: expected a JSON object, got invalid JSON" in capsys.readouterr().err
 
 
 def test_mistakes_in_a_configuration(tmp_path: Path) -> None:

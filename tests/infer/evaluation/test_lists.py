@@ -8,7 +8,7 @@ import pytest
 
 from aspd_jax.errors import StructureError
 from infer.evaluation import lists
-from infer.evaluation.lists import OTHER_NUMBER, ListPair, check_lists, lists_lines
+from infer.evaluation.lists import OTHER_NUMBER, ListPair, check_lists, lists_table
 
 GOOD = "Tips:\n\n1. **Sleep**: Eight hours.\n\n2. **Eat**: No sugar.\n\n3. **Walk**: Each day.\n\nThat is all."
 SENTENCE = "which keeps the heart and the mind in good order for life."
@@ -35,6 +35,11 @@ def test_defects(kind: str, text: str) -> None:
     assert check_lists(messages, text).defects == {kind: 1}
     assert not check_lists(messages, GOOD).defects and not check_lists(messages, "No list.").defects
     assert check_lists(["Give me tips."], text).defects == ({} if kind == OTHER_NUMBER else {kind: 1})
+
+
+def test_a_list_counts_for_each_kind_of_its_defects() -> None:
+    text = GOOD.replace("\n\n3. ", "\n3. ").replace("Walk", "Sleeps")
+    assert check_lists([], text).defects == {"lists: unequal gaps": 1, "lists: similar titles": 1}
 
 
 def test_a_list_without_leads_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +71,7 @@ def test_both_modes_are_compared() -> None:
         ListPair("trips", asks, record(GOOD, 41, 0), record(wrong, 10, 1, "length")),
         ListPair("tips", asks, record("No list.", 41, 0), record("No list.", 41, 0)),
     ]
-    rows = table("\n".join(lists_lines(pairs)))
+    rows = table(lists_table(pairs))
     assert rows["all"] == ["3", "2", "2", "2", "1.69x", "2.67x", "3.00x", "4.00x"]
     assert rows["tips"] == ["2", "1", "1", "1", "1.31x", "2.00x", "2.00x", "2.00x"]
     assert rows["trips"] == ["1", "1", "1", "1", "4.00x", "4.00x", "4.00x", "4.00x"]

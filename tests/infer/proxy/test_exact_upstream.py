@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
 from infer.proxy import exact_upstream
-from infer.proxy.routes import make_app
+from infer.proxy.routes import Proxy, make_app
 from infer.proxy.upstream import UpstreamConfig
 from infer.request import SamplingParams
 from tests.helpers.serving import Running
@@ -22,8 +22,8 @@ TEMPLATE = "Name: {name}\nCity: {city}\nEnd."
 
 @pytest.fixture(scope="module")
 def real(server: Running) -> Iterator[str]:
-    lm = server.engine.lm
-    with Served(make_app(UpstreamConfig(f"{server.url}/v1", "demo"), lm.tokenizer, lm.end_ids, "proxied", 400)) as made:
+    lm, config = server.engine.lm, UpstreamConfig(f"{server.url}/v1", "demo")
+    with Served(make_app(Proxy(config, lm.tokenizer, lm.end_ids, "proxied", 400))) as made:
         yield made.url
 
 
@@ -97,7 +97,7 @@ def test_an_upstream_without_log_probabilities_is_named(server: Running) -> None
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}  # no draft
     with Served(upstream) as behind:
         config = UpstreamConfig(behind.url, "m", retries=0)
-        with Served(make_app(config, lm.tokenizer, lm.end_ids, "proxied", 400)) as before:
+        with Served(make_app(Proxy(config, lm.tokenizer, lm.end_ids, "proxied", 400))) as before:
             answer = ask_fields(before.url, schema, aspd={"fields": "exact"})
     assert answer.status_code == 502
     assert "return_tokens_as_token_ids" in answer.json()["error"]["message"]

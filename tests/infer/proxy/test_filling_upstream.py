@@ -21,7 +21,7 @@ from aspd_jax import LanguageModel, load_model
 from aspd_jax.fields import fields_template
 from aspd_jax.structure import Parallel, from_json, plain_text
 from infer.proxy.filling_upstream import ValueCheck
-from infer.proxy.routes import make_app
+from infer.proxy.routes import Proxy, make_app
 from infer.proxy.upstream import UpstreamConfig
 from tests.conftest import tiny_config, write_checkpoint
 from tests.helpers.serving import Running, wait_for
@@ -74,8 +74,8 @@ def streamed_text(response: httpx.Response) -> str:
 
 @pytest.fixture(scope="module")
 def real(server: Running) -> Iterator[str]:
-    lm = server.engine.lm
-    with Served(make_app(UpstreamConfig(f"{server.url}/v1", "demo"), lm.tokenizer, lm.end_ids, "proxied", 400)) as made:
+    lm, config = server.engine.lm, UpstreamConfig(f"{server.url}/v1", "demo")
+    with Served(make_app(Proxy(config, lm.tokenizer, lm.end_ids, "proxied", 400))) as made:
         yield made.url
 
 
@@ -160,7 +160,7 @@ def test_responses(real: str) -> None:
 def test_text_with_a_repetition_penalty(server: Running) -> None:
     """Check an upstream that takes the penalty by one name, and returns no tags: the model has none."""
     lm = server.engine.lm
-    app = make_app(UpstreamConfig(f"{server.url}/v1", "demo"), lm.tokenizer, lm.end_ids, "m", 400, forks=False)
+    app = make_app(Proxy(UpstreamConfig(f"{server.url}/v1", "demo"), lm.tokenizer, lm.end_ids, "m", 400, forks=False))
     prompt, more = server.engine.encode([QUESTION]), {"repetition_penalty": 1.1, "max_tokens": 20}
     asked = {"model": "demo", "prompt": prompt, "temperature": 0}
     expected = httpx.post(f"{server.url}/v1/completions", json=asked | more, timeout=120).json()["choices"][0]["text"]
@@ -227,7 +227,7 @@ def upstream(demo: LanguageModel) -> Scripted:
 def proxy(upstream: Scripted) -> Iterator[str]:
     with Served(upstream.app) as behind:
         config, lm = UpstreamConfig(behind.url, "m", retries=1), upstream.lm
-        with Served(make_app(config, lm.tokenizer, lm.end_ids, "proxied", 300)) as before:
+        with Served(make_app(Proxy(config, lm.tokenizer, lm.end_ids, "proxied", 300))) as before:
             yield before.url
 
 
@@ -426,7 +426,7 @@ def test_checkpoints_without_special_tokens(upstream: Scripted) -> None:
     upstream.say = lambda prompt, _: [' "x"', ","] if prompt.endswith('":') else ["<|title|>", "A"]
     with Served(upstream.app) as behind:
         config = UpstreamConfig(behind.url, "m")
-        with Served(make_app(config, lm.tokenizer, lm.end_ids, "proxied", 300, forks=False)) as before:
+        with Served(make_app(Proxy(config, lm.tokenizer, lm.end_ids, "proxied", 300, forks=False))) as before:
             assert text_of(ask_fields(before.url, PAIR)) == '{"name": "x", "city": "x"}'
             assert text_of(ask(before.url)) == "<|title|>A"
     assert not any(body["logit_bias"] for body in upstream.bodies)
@@ -474,7 +474,8 @@ def test_the_command_reads_whether_the_checkpoint_forks(
         for file in folder.glob("tokenizer*.json"):
             file.write_text(file.read_text().replace("<|para|>", "<|other|>"))
     made: list[Any] = []
-    monkeypatch.setattr("infer.proxy.routes.make_app", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr("infer.proxy.routes.Proxy", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr("infer.proxy.routes.make_app", lambda _: None)
     monkeypatch.setattr("uvicorn.run", lambda *_, **__: None)
     (tmp_path / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     words = ["proxy", "--upstream", "http://127.0.0.1:9/v1", "--model", "m", "--tokenizer", str(folder)]

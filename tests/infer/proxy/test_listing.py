@@ -11,7 +11,7 @@ import pytest
 
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.structure import Parallel, from_json, plain_text
-from infer.proxy.routes import make_app
+from infer.proxy.routes import Proxy, make_app
 from infer.proxy.upstream import UpstreamConfig
 from tests.infer.proxy.test_proxy import Served, Upstream, ask
 
@@ -46,9 +46,8 @@ class Writer(Upstream):
 @contextmanager
 def proxied(lm: LanguageModel, upstream: Upstream, **options: Any) -> Iterator[str]:
     with Served(upstream.app) as behind:
-        app = make_app(
-            UpstreamConfig(behind.url, "m", retries=0), lm.tokenizer, lm.end_ids, "proxied", 512, forks=False, **options
-        )
+        config = UpstreamConfig(behind.url, "m", retries=0)
+        app = make_app(Proxy(config, lm.tokenizer, lm.end_ids, "proxied", 512, forks=False, **options))
         with Served(app) as before:
             yield before.url
 

@@ -21,8 +21,8 @@ from aspd_jax import LanguageModel, load_model
 from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
 from aspd_jax.tokens import Codec
 from infer.evaluation.peers import Server
-from infer.proxy.answering import Answering, read_leads
-from infer.proxy.routes import make_app
+from infer.proxy.answering import Proxied, read_leads
+from infer.proxy.routes import Proxy, make_app
 from infer.proxy.upstream import UpstreamConfig
 from infer.request import MAX_TITLE_TOKENS
 from tests.helpers.serving import wait_for
@@ -120,7 +120,7 @@ def upstream(demo: LanguageModel) -> Upstream:
 def proxy(demo: LanguageModel, upstream: Upstream) -> Iterator[str]:
     with Served(upstream.app) as behind:
         config = UpstreamConfig(behind.url, "m", retries=2)
-        with Served(make_app(config, demo.tokenizer, demo.end_ids, "proxied", 512)) as before:
+        with Served(make_app(Proxy(config, demo.tokenizer, demo.end_ids, "proxied", 512))) as before:
             yield before.url
 
 
@@ -177,7 +177,7 @@ def test_leads_are_part_of_the_answer(demo: LanguageModel, upstream: Upstream) -
     more = {"temperature": 0.0, "seed": 1}
     with Served(upstream.app) as behind:
         app = make_app(
-            UpstreamConfig(behind.url, "m", retries=2), demo.tokenizer, demo.end_ids, "proxied", 512, "leads"
+            Proxy(UpstreamConfig(behind.url, "m", retries=2), demo.tokenizer, demo.end_ids, "proxied", 512, "leads")
         )
         with Served(app) as before:
             answer = ask(before.url, **more, **STATISTICS).json()
@@ -372,8 +372,8 @@ def test_each_piece_of_a_branch_is_counted_once(
     proxy: str, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = list[str]()
-    count = Answering._count
-    monkeypatch.setattr(Answering, "_count", lambda self, piece: counted.append(piece) or count(self, piece))
+    count = Proxied.count
+    monkeypatch.setattr(Proxied, "count", lambda self, piece: counted.append(piece) or count(self, piece))
     upstream.script |= {"2/2 B: ": "beta goes on. " * 40 + "<|/branch|>"}
     assert "beta" in ask(proxy).json()["choices"][0]["message"]["content"]
     assert 180 < len(counted) < 240, "14 * 40 / 3 pieces, and a few of titles and of the other branch"

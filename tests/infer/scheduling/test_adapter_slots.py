@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,19 @@ def test_a_place_is_free_whoever_has_none(made: Made) -> None:
     engine.adapters.put("first", made.folders["first"])
     assert handle.wait().token_ids == engine.generate([PROMPT], GREEDY)[0].token_ids
     assert engine.generate([PROMPT], GREEDY, adapter="first")[0].token_ids != handle.wait().token_ids
+
+
+@untied
+def test_only_adapters_trained_with_tags_write_them(made: Made, tmp_path: Path) -> None:
+    """Check base and adapters: one without settings, as PEFT writes it, leaves a model without tags."""
+    engine, plain = made.together(), open_adapter(made.folders["without rows"])
+    engine.adapters.remove("second")
+    base = made.merged[""]
+    write_adapter(replace(plain, settings={}), tmp_path / "plain", "tiny", 2.0 * RANK, np.float32, base.tokenizer)
+    engine.adapters.put("plain", tmp_path / "plain")
+    assert not base.tagged and made.merged["first"].tagged
+    modes = {name: engine.check(PROMPT, GREEDY, adapter=name).mode for name in ("", "first", "plain")}
+    assert modes == {"": "serial", "first": "adaptive", "plain": "serial"}
 
 
 @pytest.mark.further

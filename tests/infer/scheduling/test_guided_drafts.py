@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from infer.decode.state import PARALLEL, DecodeState, EngineConfig
 from tests.conftest import SIZES, patched
 from tests.helpers.draft_heads import with_draft_heads
 from tests.infer.scheduling.test_filling import LATER, SCHEMA
-from tests.infer.scheduling.test_structured_output import SCHEMAS, valid
+from tests.infer.scheduling.test_structured_output import LIMITED, SCHEMAS, record, valid
 
 pytestmark = pytest.mark.further
 
@@ -133,6 +134,33 @@ def test_known_tokens_after_a_draft_token_are_not_sampled(plain: Engine, monkeyp
     with patched(infer.decode.speculation, drafts_from_text=knowing(segments)):
         (result,) = own.generate([PROMPT], params)
     assert same([result], [expected]) and result.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("source", ["prediction", "lookup"])
+def test_draft_tokens_that_exceed_a_limit_change_nothing(
+    source: str, plain: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check answers whose grammar ends within a draft, beside some that exceed the limit by themselves."""
+    words, yes = LIMITED["properties"]["words"], {"type": "boolean"}
+    schema, kind = {"anyOf": [LIMITED, record(ok=yes)]}, dict[str, Any]()
+    if source == "lookup":
+        schema, kind = record(a={"anyOf": [words, yes]}, b=yes), {"fields": "parallel"}
+    asked = [
+        SamplingParams(seed=seed, temperature=30.0, max_new_tokens=60, json_schema=schema, **kind) for seed in range(16)
+    ]
+    expected = plain.generate([PROMPT] * len(asked), asked)
+    if source == "prediction":
+        predicted = [replace(params, prediction='{"words": "ab cd ef gh"}') for params in asked]
+        results = plain.generate([PROMPT] * len(asked), predicted)
+    else:
+        failed = next(params for params, result in zip(asked, expected, strict=True) if result.error)
+        _, segments = recorded(plain, failed, monkeypatch)
+        with patched(infer.decode.speculation, drafts_from_text=knowing((segments * 3)[:3])):
+            results = looking_up(plain.lm, 8).generate([PROMPT] * len(asked), asked)
+    assert same(results, expected) and [r.error for r in results] == [r.error for r in expected]
+    assert {"error"} < {result.finish_reason for result in results} <= {"error", "stop", "length"}
+    drafted = any(result.stats.drafted_tokens for result in results)
+    assert drafted == (source == "lookup")  # a prediction that exceeds a limit is dropped as a whole
 
 
 @pytest.mark.slow

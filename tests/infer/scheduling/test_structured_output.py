@@ -96,10 +96,24 @@ def test_a_choice_is_one_of_the_texts_and_no_other(engine: Engine, texts: list[s
     matcher, encode = engine_state(engine).schemas.matcher(name, grammar), engine.lm.codec.text.encode
     for text in (*texts, other, texts[0][:-1], texts[0] + ".", texts[0] + texts[-1]):
         tokens = encode(text)
-        assert (matcher.accepted(tokens) == len(tokens) and matcher.accepts(tokens)) == (text in texts)
+        assert matcher.accepts(tokens) == (text in texts)
 
 
 LIMITED = record(words={"type": "string", "maxLength": 5000, "pattern": r"^(?:\S+\s+){0,499}\S+$"})
+
+
+@pytest.mark.parametrize("taken", [0, 3, 100])
+def test_a_copy_that_exceeds_a_limit_changes_no_other_position(engine: Engine, taken: int) -> None:
+    schema, encode = {"anyOf": [LIMITED, record(ok={"type": "boolean"})]}, engine.lm.codec.text.encode
+    whole, beyond = encode('{"ok": true}'), encode('{"words": "ab cd ef gh ij')
+    matcher = engine_state(engine).schemas.matcher("json_schema", json.dumps(schema))
+    copy = matcher.copy()
+    matcher.take(whole[:taken])
+    for token in beyond:
+        copy.take([token])
+        copy.mask()
+    assert copy.error and matcher.accepts(whole) and not matcher.accepts(whole[:-1])
+    assert not matcher.error and (taken < len(whole) or matcher.known_tokens() == [])
 
 
 def test_an_answer_that_exceeds_a_limit_says_so_and_its_neighbours_go_on(engine: Engine) -> None:

@@ -16,7 +16,6 @@ from infer import Engine, SamplingParams
 from infer.lockstep import StepCommand
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
-from infer.server.messages import Common
 from tests.conftest import SIZES
 from tests.infer.scheduling.test_filling import LATER, SCHEMA
 from tests.infer.scheduling.test_structured_output import valid
@@ -219,7 +218,7 @@ def test_names_of_ignored_keywords_are_bounded(client: TestClient, monkeypatch: 
     named = ask(client, response_format={"type": "json_schema", "json_schema": schema}, max_tokens=5)
     *names, more = named.headers["X-Aspd-Ignored"].split(", ")
     assert len(", ".join(names)) <= 1000 and more == f"{30 - len(names)} more", named.text
-    monkeypatch.setattr(Common, "ignored", lambda _: {}["not called"])
+    monkeypatch.setattr("infer.server.messages.read_schema", lambda *_: {}["not called"])
     assert ask(client, max_tokens=5).status_code == 200
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,7 @@ from infer import Engine
 from infer.answers.filled import hole_text
 from infer.answers.stop import repeats_an_object
 from infer.control.filling import value_grammar
-from infer.server.responses import ResponsesRequest, respond
+from infer.server.responses import ResponsesRequest, respond, respond_streaming
 from infer.server.tool_calls import CallReader, Function, Piece, ToolCalls, ToolChoice, check_schemas
 from infer.server.tool_requests import FunctionFields
 from tests.aspd_jax.test_tokens import byte_level
@@ -527,7 +528,7 @@ def test_calls_in_responses(server: Running) -> None:
 
 
 def test_log_probabilities_of_text_before_a_call() -> None:
-    """Check that those of a response are the tokens of its text, and those of its calls are left out."""
+    """Check that a response, also the last one of a stream, has those of its text, and not those of its calls."""
     tokens = [
         {"token": text, "bytes": list(text.encode()), "logprob": -1.0, "top_logprobs": list[Any]()}
         for text in ("Sí", ".\n", "<tool_call>", "{}")
@@ -543,6 +544,23 @@ def test_log_probabilities_of_text_before_a_call() -> None:
         assert part.logprobs is not None and len(part.logprobs) == left  # type: ignore[union-attr]
         assert response.usage is not None and response.usage.input_tokens_details.cache_write_tokens == 0
         assert response.metadata == {"of": "me"}
+        head = {name: whole[name] for name in ("id", "created", "model")}
+        first = head | {"choices": [{"delta": message, "finish_reason": None}]}
+        last = head | {"choices": [choice | {"delta": {}}], "usage": usage}
+        assert last_event(body, [[first], [last]])["response"]["output"] == respond(body, whole)["output"]
+
+
+def last_event(body: ResponsesRequest, batches: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return the last event of a streamed response."""
+
+    async def stream() -> AsyncGenerator[list[dict[str, Any]], None]:
+        for batch in batches:
+            yield batch
+
+    async def read() -> list[dict[str, Any]]:
+        return [event async for events in respond_streaming(body, stream()) for event in events]
+
+    return asyncio.run(read())[-1]
 
 
 def test_a_native_template(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
