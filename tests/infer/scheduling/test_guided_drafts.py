@@ -42,6 +42,7 @@ def requests(engine: Engine) -> list[SamplingParams]:
     titles = [t for name in ("sun", "rain") for t in (special.title_start, *encode(name), special.title_end)]
     forked: dict[str, Any] = {"script": [[*titles, special.parallel_start]]}
     kinds: list[dict[str, Any]] = [{"json_schema": schema} for schema in SCHEMAS.values()]
+    kinds += [{"json_schema": {"type": "array", "items": {"pattern": "^[ab]{4}$"}, "minItems": 8, "maxItems": 8}}]
     kinds += [{"json_schema": schema, "fields": "parallel"} for schema in (SCHEMA, LATER)]
     kinds += [{"template": Template("Pros:{pros}\nCons:{cons}\nSum:{sum after pros, cons}"), "max_branch_tokens": 20}]
     kinds += [forked, {"max_new_tokens": 40}]
