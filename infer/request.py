@@ -307,7 +307,7 @@ class SamplingParams:
     )
     min_p: float = _parameter(0.0, Bounds(ge=0, le=1), proxy=Forward(("min_p",)))
     repetition_penalty: float = _parameter(
-        1.0, Bounds(gt=0), http=Offer(bounds=Bounds(gt=0, le=10)),
+        1.0, Bounds(ge=0.01, le=100), http=Offer(bounds=Bounds(ge=0.01, le=10)),
         proxy=Forward(("repetition_penalty", "repeat_penalty")),  # vLLM's name, and llama.cpp's
     )  # fmt: skip
     frequency_penalty: float = _parameter(0.0, PENALTY)

@@ -243,6 +243,8 @@ def test_budgets_and_limits_have_errors_that_name_them(engine: Engine) -> None:
         {"top_p": -0.1},
         {"min_p": 2.0},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-38},
+        {"repetition_penalty": float("inf")},
         {"max_new_tokens": 0},
         {"max_branch_tokens": 0},
         {"stop": ("",)},
