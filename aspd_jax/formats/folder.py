@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from safetensors.numpy import save_file
 from aspd_jax.errors import CheckpointError
 from aspd_jax.files import write_folder
 from aspd_jax.formats import Checkpoint, Tensors
+from aspd_jax.formats.draft_file import FILE
 from aspd_jax.formats.hf_config import IDS, make_config, read_config
 from aspd_jax.formats.shards import (
     ADAPTER_FILES,
@@ -185,7 +187,7 @@ def write_tensors(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES
 
 
 def convert(checkpoint: Checkpoint, output: Path, dtype: str) -> None:
-    """Write a checkpoint as a Hugging Face folder, one tensor at a time.
+    """Write a checkpoint as a Hugging Face folder, one tensor at a time, with its draft heads.
 
     Args:
         checkpoint: checkpoint.
@@ -201,3 +203,5 @@ def convert(checkpoint: Checkpoint, output: Path, dtype: str) -> None:
         )
         numbers = jnp.dtype(dtype)
         write_tensors(folder, ((name, tensor.astype(numbers)) for name, tensor in checkpoint.tensors()))
+        if (draft_heads := Path(checkpoint.source) / FILE).is_file():
+            copyfile(draft_heads, folder / FILE)

@@ -13,6 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from aspd_jax import LanguageModel, build_layout, load_model, save_model
 from aspd_jax.errors import CheckpointError
+from aspd_jax.formats import open_checkpoint
+from aspd_jax.formats.folder import convert
 from aspd_jax.language_model import save_draft_heads
 from tests.conftest import tiny_config, write_checkpoint
 from tests.helpers.draft_heads import with_draft_heads
@@ -86,6 +88,14 @@ def test_a_folder_keeps_its_heads(drafting: LanguageModel, tmp_path: Path) -> No
     np.testing.assert_array_equal(further.params["draft_heads"]["down"], again.params["draft_heads"]["down"])
     (tmp_path / "model" / "draft_heads.safetensors").unlink()
     assert load_model(tmp_path / "model").config.draft_heads == 0
+
+
+def test_a_conversion_keeps_them(drafting: LanguageModel, tmp_path: Path) -> None:
+    save_model(replace(drafting), tmp_path / "model")
+    convert(open_checkpoint(tmp_path / "model"), tmp_path / "converted", "float32")
+    before, after = (load_model(tmp_path / name) for name in ("model", "converted"))
+    assert after.config.draft_heads == HEADS
+    jax.tree.map(np.testing.assert_array_equal, after.params["draft_heads"], before.params["draft_heads"])
 
 
 def test_other_files_are_refused(drafting: LanguageModel, tmp_path: Path) -> None:
